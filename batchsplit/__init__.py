@@ -1,0 +1,34 @@
+"""Cut one padded batch into sub-batches that fit the hardware, and train exactly as on the whole batch."""
+
+from batchsplit.cutter import BatchCutter, Cut, SubBatch
+from batchsplit.driver import StepDriver, StepReport
+from batchsplit.errors import CutError
+from batchsplit.group import group
+from batchsplit.joining import join
+from batchsplit.layout import PER_ROW, SHARED, axis, packed, register
+from batchsplit.loader import CutLoader
+from batchsplit.step import run_step
+from batchsplit.weights import label_weight, mask_weight, row_weight
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PER_ROW",
+    "SHARED",
+    "BatchCutter",
+    "Cut",
+    "CutError",
+    "CutLoader",
+    "StepDriver",
+    "StepReport",
+    "SubBatch",
+    "axis",
+    "group",
+    "join",
+    "label_weight",
+    "mask_weight",
+    "packed",
+    "register",
+    "row_weight",
+    "run_step",
+]

@@ -1,0 +1,317 @@
+"""Cutting one padded mathematical batch into sub-batches that keep its padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+
+from batchsplit import joining
+from batchsplit.area import width_of
+from batchsplit.containers import map_leaves
+from batchsplit.errors import CutError
+from batchsplit.explain import explain
+from batchsplit.group import Group
+from batchsplit.layout import Layout
+from batchsplit.leaves import Spans
+from batchsplit.plan import check_limit, even_sizes, limited_sizes, ranges, shared_out
+from batchsplit.reading import Reading, read
+from batchsplit.sharing import Shares
+from batchsplit.weights import Weight, check_weight, row_weight
+
+PLANS = 8  # readings of the last batch structures that a cutter keeps, to be tried on the next batch
+
+
+class SubBatch:
+    """Some rows of a batch, at the batch's own padding. Read-only; its data are views of the batch.
+
+    Example:
+        >>> import torch
+        >>> from batchsplit import BatchCutter
+        >>> first, last = BatchCutter(rows=2).cut({"x": torch.arange(3)})
+        >>> first.data, first.rows, first.where, first.share == 2 / 3, last.is_last
+        ({'x': tensor([0, 1])}, 2, slice(0, 2, None), True, True)
+    """
+
+    __slots__ = ("_cut", "_data", "index")
+
+    index: int
+
+    def __init__(self, cut: Cut, index: int, data: Any = None) -> None:
+        object.__setattr__(self, "_cut", cut)
+        object.__setattr__(self, "index", index)
+        object.__setattr__(self, "_data", data)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a SubBatch is read-only: can't set {name!r}")
+
+    @property
+    def data(self) -> Any:
+        """The rows themselves: a new container of the batch's type, the tensors in it views of the batch."""
+        if self._data is None:
+            object.__setattr__(self, "_data", self._cut._data(self.index))
+        return self._data
+
+    @property
+    def rows(self) -> int:
+        """How many rows."""
+        return self._cut._sizes[self.index]
+
+    @property
+    def where(self) -> slice:
+        """Which rows of the batch."""
+        return self._cut._where(self.index)
+
+    @property
+    def count(self) -> int:
+        """How many sub-batches the batch was cut into."""
+        return len(self._cut)
+
+    @property
+    def is_first(self) -> bool:
+        """Is this the first sub-batch?"""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Is this the last sub-batch?"""
+        return self.index == len(self._cut) - 1
+
+    @property
+    def weight(self) -> Any:
+        """Its part of the loss's denominator (a mapping of them for named terms; None for a sum)."""
+        return self._cut._shares.weight(self.index)
+
+    @property
+    def share(self) -> Any:
+        """Its weight over the whole batch's: what to multiply its mean loss by (a mapping for named terms)."""
+        return self._cut._shares.share(self.index)
+
+    def to(self, device: Any, non_blocking: bool = False) -> SubBatch:
+        """The same sub-batch with its tensors on `device`; those that are there already are not copied."""
+        return SubBatch(self._cut, self.index, moved(self.data, device, non_blocking))
+
+    def __repr__(self) -> str:
+        return f"SubBatch({self.index + 1} of {self.count}, {_plural(self.rows, 'row')}, {self.where.start}:{self.where.stop})"
+
+
+def moved(data: Any, device: Any, non_blocking: bool = False) -> Any:
+    """Data with everything in it that can move moved to a device."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
+        return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
+
+    return map_leaves(move, data)
+
+
+class Cut(Sequence[SubBatch]):
+    """The sub-batches of one batch: sized, indexable, iterable again and again.
+
+    Example:
+        >>> import torch
+        >>> from batchsplit import BatchCutter
+        >>> cut = BatchCutter(rows=2).cut({"x": torch.arange(5)})
+        >>> len(cut), cut.rows, cut.weight, [sub.rows for sub in cut]
+        (3, 5, 5, [2, 2, 1])
+        >>> cut.join([sub.data["x"] * 10 for sub in cut])
+        tensor([ 0, 10, 20, 30, 40])
+    """
+
+    def __init__(self, batch: Any, pieces: list[Piece], weight: Any, whole_weight: Any) -> None:
+        self.batch = batch
+        self._pieces = pieces
+        self._sizes = [size for piece in pieces for size in piece.spans.sizes]
+        self._slices = ranges(self._sizes) if len(pieces) > 1 else pieces[0].spans.slices
+        self._shares = Shares(self, weight, whole_weight)
+
+    @property
+    def rows(self) -> int:
+        """How many rows the batch has."""
+        return self._slices[-1].stop
+
+    @property
+    def weight(self) -> Any:
+        """The whole batch's denominator (a mapping for named terms; None for a sum)."""
+        return self._shares.whole
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    @overload
+    def __getitem__(self, index: int) -> SubBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[SubBatch]: ...
+    def __getitem__(self, index: int | slice) -> SubBatch | list[SubBatch]:
+        if isinstance(index, slice):
+            return [SubBatch(self, i) for i in range(len(self))[index]]
+        try:
+            return SubBatch(self, range(len(self))[index])
+        except IndexError:
+            raise IndexError(f"sub-batch {index} of {len(self)}") from None
+
+    def __iter__(self) -> Iterator[SubBatch]:
+        return (SubBatch(self, i) for i in range(len(self._sizes)))
+
+    def _where(self, index: int) -> slice:
+        return self._slices[index]
+
+    def _data(self, index: int) -> Any:
+        for piece in self._pieces:
+            if index < len(piece.spans.sizes):
+                return piece.data(index)
+            index -= len(piece.spans.sizes)
+        raise IndexError(index)
+
+    def join(self, outputs: Sequence[Any], layout: Mapping[str, Any] | None = None) -> Any:
+        """Put the outputs of the sub-batches together again, rows in the batch's order.
+
+        `outputs` holds one output for each sub-batch, in order: tensors, arrays, lists or containers of them, with as many
+        rows as their sub-batch. Scalars of floating type are what a loss is: they are added up, each times its share.
+        `layout` declares leaves of the outputs as a cutter's layout does leaves of a batch. For a `group`, the result is
+        a list with one joined output for each loader batch, since these differ in padding.
+
+        Raises:
+            CutError: another number of outputs than of sub-batches, or a leaf whose rows are in doubt.
+        """
+        return joining.join_outputs(self, list(outputs), Layout(layout))
+
+    def explain(self) -> str:
+        """What each leaf of the batch was taken for and why, and the sizes of the sub-batches, as text."""
+        return explain(self)
+
+    def __repr__(self) -> str:
+        return f"Cut({_plural(self.rows, 'row')} in {_plural(len(self), 'sub-batch')}: {_sizes_text(self._sizes)})"
+
+
+class Piece:
+    """The cut of one loader batch: its reading, and a column of parts for each leaf."""
+
+    def __init__(self, reading: Reading, leaves: list[Any], spans: Spans) -> None:
+        self.reading, self.leaves, self.spans = reading, leaves, spans
+        self.columns = [leaf.kind.cut(value, spans) for leaf, value in zip(reading.leaves, leaves, strict=True)]
+
+    def data(self, index: int) -> Any:
+        return self.reading.root.build(iter([column[index] for column in self.columns]))
+
+
+class BatchCutter:
+    """Cuts padded batches into sub-batches that fit the hardware and keep the batch's padding.
+
+    Give one limit: `rows` (at most so many rows a sub-batch), `area` (at most so many padded positions: rows × width) or
+    `parts` (exactly so many sub-batches, as far as there are rows); without one a batch stays whole. `weight` is the
+    denominator of your mean loss (`row_weight`, `label_weight(...)`, `mask_weight(...)`, a function of a sub-batch's data,
+    or a mapping of them by the names of loss terms; None for a sum). `layout` declares leaves by path. `sizes="even"`
+    gives sizes that differ by at most 1, `"full"` full ones and a rest. `area_of` names the leaves whose widths are added
+    up to the width of a row (a path, several, or a function of the batch); by default it is the widest second axis.
+
+    Raises:
+        CutError: two limits at once, a limit that is not a whole number of at least 1, or an argument of another kind.
+
+    Example:
+        >>> import torch
+        >>> from batchsplit import BatchCutter
+        >>> batch = {"x": torch.rand(10, 3), "y": torch.rand(10)}
+        >>> [sub.rows for sub in BatchCutter(rows=4).cut(batch)]
+        [4, 3, 3]
+        >>> [sub.rows for sub in BatchCutter(rows=4, sizes="full").cut(batch)]
+        [4, 4, 2]
+    """
+
+    def __init__(
+        self,
+        rows: int | None = None,
+        *,
+        area: int | None = None,
+        parts: int | None = None,
+        weight: Weight | Mapping[str, Weight] = row_weight,
+        layout: Mapping[str, Any] | None = None,
+        sizes: Literal["even", "full"] = "even",
+        area_of: str | Sequence[str] | Callable[[Any], int] | None = None,
+    ) -> None:
+        limits = {name: value for name, value in (("rows", rows), ("area", area), ("parts", parts)) if value is not None}
+        if len(limits) > 1:
+            raise CutError(f"{' and '.join(f'{k}={v!r}' for k, v in limits.items())}: two limits at once; give one of them.")
+        for name, value in limits.items():
+            limits[name] = check_limit(name, value)
+        if sizes not in ("even", "full"):
+            raise CutError(f'sizes={sizes!r}: write sizes="even" or sizes="full".')
+        if parts is not None and sizes == "full":
+            raise CutError('parts= with sizes="full": a number of parts is cut evenly; leave sizes out.')
+        check_weight(weight)
+        self.rows, self.area, self.parts = limits.get("rows"), limits.get("area"), limits.get("parts")
+        self.weight, self.sizes, self.area_of = weight, sizes, area_of
+        self.layout = Layout(layout)
+        self._plans: list[Reading] = []
+
+    def cut(self, batch: Any, whole_weight: Any = None) -> Cut:
+        """Cut one batch.
+
+        `batch` is any nested container of tensors, arrays and lists, or a `Group` from `group`. `whole_weight` is the
+        denominator where it was reduced elsewhere (over several batches or ranks): a number or 0-dim tensor, or a
+        mapping of them by term.
+
+        Raises:
+            CutError: a leaf in doubt, a batch without rows, a row wider than `area`.
+        """
+        if isinstance(batch, Cut):
+            raise CutError("this batch is cut already; give the batch itself.")
+        read_batches = [self._read(one) for one in (batch.batches if isinstance(batch, Group) else [batch])]
+        rows = [rows for _, _, rows, _ in read_batches]
+        parts = shared_out(self.parts, rows) if self.parts is not None else [0] * len(rows)
+        if self.parts is not None and len(rows) > self.parts:
+            raise CutError(f"parts={self.parts}: a group of {len(rows)} batches of their own padding can't be in fewer parts.")
+        pieces = []
+        for (reading, leaves, count, one), n in zip(read_batches, parts, strict=True):
+            sizes = even_sizes(count, n) if n else self._sizes(reading, leaves, count, one)
+            pieces.append(Piece(reading, leaves, Spans(one, sizes, ranges(sizes))))
+        return Cut(batch, pieces, self.weight, whole_weight)
+
+    def _read(self, batch: Any) -> tuple[Reading, list[Any], int, Any]:
+        for i, reading in enumerate(self._plans):
+            found = reading.again(batch)
+            if found is not None:
+                if i:  # the last one used is tried first
+                    self._plans.insert(0, self._plans.pop(i))
+                return reading, found[0], found[1], batch
+        reading = read([batch], self.layout)
+        leaves: list[Any] = []
+        reading.root.gather(batch, leaves)
+        self._plans = [reading, *self._plans[: PLANS - 1]]
+        return reading, leaves, reading.rows, batch
+
+    def _sizes(self, reading: Reading, leaves: list[Any], rows: int, batch: Any) -> list[int]:
+        if self.rows is not None:
+            return limited_sizes(rows, self.rows, self.sizes)
+        if self.area is None:
+            return [rows]
+        width, text = width_of(reading, leaves, batch, self.area_of)
+        if width > self.area:
+            raise CutError(f"area={self.area}: one row is {width} wide ({text}) and does not fit; raise area to {width} or more.")
+        return limited_sizes(rows, self.area // max(width, 1), self.sizes)
+
+    def over(self, loader: Any) -> Any:
+        """Wrap a loader: one iteration gives the Cut of one of its batches (see `CutLoader`)."""
+        from batchsplit.loader import CutLoader  # the loader stands on the cutter
+
+        return CutLoader(loader, self)
+
+    def __repr__(self) -> str:
+        limit = next((f"{n}={getattr(self, n)}" for n in ("rows", "area", "parts") if getattr(self, n) is not None), "rows=None")
+        return f"BatchCutter({limit})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plans": []}
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
+def _sizes_text(sizes: Sequence[int]) -> str:
+    """Sizes in few words: `3 × 8 + 2`."""
+    values, counts = np.unique(sizes, return_counts=True)
+    return " + ".join(f"{c} × {v}" if c > 1 else f"{v}" for v, c in zip(values[::-1], counts[::-1], strict=True))

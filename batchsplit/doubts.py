@@ -1,0 +1,111 @@
+"""What is said of a leaf in doubt: what is wrong, where, and the `layout` line that settles it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from batchsplit.layout import Path, dotted, shown
+
+
+def looks(value: Any) -> str:
+    """A value's shape, or its type and length, in a few words."""
+    if hasattr(value, "shape"):
+        return f"shape {tuple(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def _line(path: Path, marker: str) -> str:
+    return f'layout={{"{dotted(path)}": {marker}}}'
+
+
+def _remedy(path: Path, value: Any, rows: int) -> str:
+    shape = tuple(getattr(value, "shape", ()))
+    fitting = [k for k, size in enumerate(shape) if size == rows and k > 0]
+    if fitting:
+        return f"if its rows lie on axis {fitting[0]}, write {_line(path, f'axis({fitting[0]})')}; to pass it whole: {_line(path, 'SHARED')}"
+    return (
+        f"to pass it whole, write {_line(path, 'SHARED')}; "
+        f"if each row owns several of its entries: {_line(path, 'packed(counts)')}"
+    )
+
+
+def first_axis(path: Path, value: Any, count: int, rows: int, source: str, root: str) -> str:
+    """A leaf whose first axis is neither 1 nor the number of rows."""
+    where = f"{shown(path, root)} ({looks(value)})"
+    return f"{where} has {count} rows, neither 1 nor the batch's {rows} (known by {source}); {_remedy(path, value, rows)}."
+
+
+def disagreement(found: list[tuple[Path, Any, int]], root: str) -> str:
+    """Leaves that disagree on the number of rows: all of them, and a remedy for those in the minority."""
+    rows = Counter(count for _, _, count in found).most_common(1)[0][0]  # at a tie, the first leaf's
+    every = ", ".join(f"{shown(path, root)} has {count} ({looks(value)})" for path, value, count in found)
+    odd = [(path, value) for path, value, count in found if count != rows]
+    shared = _common_axis([value for _, value, _ in found])
+    if shared is not None:
+        marks = ", ".join(f'"{dotted(path)}": axis({shared})' for path, _, _ in found)
+        return f"the leaves disagree on the number of rows: {every}. If their rows lie on axis {shared}, write layout={{{marks}}}."
+    advice = "; ".join(_remedy(path, value, rows) for path, value in odd)
+    return f"the leaves disagree on the number of rows: {every}. If the batch has {rows} rows: {advice}."
+
+
+def _common_axis(values: list[Any]) -> int | None:
+    """An axis other than the first on which all leaves agree, as time-first batches do."""
+    shapes = [tuple(getattr(value, "shape", ())) for value in values]
+    if len(shapes) < 2 or any(len(shape) < 3 for shape in shapes):
+        return None
+    return 1 if len({shape[1] for shape in shapes}) == 1 else None
+
+
+def no_rows(name: str) -> str:
+    """A batch of scalars only."""
+    return (
+        f"nothing in {name} carries rows: it holds no tensor or array with an axis, and no list. "
+        'If a leaf does, declare it: layout={"path": PER_ROW}.'
+    )
+
+
+def two_readings(path: Path, value: Any, inner: list[Path], root: str) -> str:
+    """A list that is either one item a row, or structure."""
+    structure = structure_line(inner) or "a tuple instead of the list"
+    return (
+        f"{shown(path, root)} ({looks(value)}) can be read in two ways that differ. If each item is one row, write "
+        f"{_line(path, 'PER_ROW')}; if its items are leaves of all rows, write {structure}."
+    )
+
+
+def structure_line(paths: Iterable[Path]) -> str:
+    """The layout line that makes a list structure, by declaring the leaves in it."""
+    marks = ", ".join(f'"{dotted(path)}": PER_ROW' for path in paths)
+    return f"layout={{{marks}}}" if marks else ""
+
+
+def unknown(path: Path, value: Any, root: str) -> str:
+    """An object of a type that nobody knows how to cut."""
+    name = type(value).__name__
+    return (
+        f"{shown(path, root)} is a {name}, which batchsplit can't cut. To pass it whole, write {_line(path, 'SHARED')}; "
+        f"to teach it, write register({name}, count=..., take=..., join=...)."
+    )
+
+
+NAMED = ("edge_index", "grid_thw", "cu_seqlens", "cu_", "offsets", "ptr")  # leaves that seldom hold one entry a row
+
+
+def coincidence(path: Path, value: Any) -> str:
+    """The layout line of another reading, for a leaf that is per row by its shape and might not be; or nothing."""
+    shape, rows = tuple(value.shape), value.shape[0]
+    if rows < 2:
+        return ""
+    name = path[-1].text if path else ""
+    if len(shape) == 2 and shape[0] == shape[1]:
+        return _line(path, "SHARED")
+    for k in range(1, len(shape)):
+        if shape[k] == rows:
+            return _line(path, f"axis({k})")
+    if any(part in name for part in NAMED):
+        return _line(path, "packed(counts)")
+    return ""

@@ -1,0 +1,109 @@
+"""The weights and shares of one cut, counted when they are first asked for and only once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from batchsplit.errors import WeightError
+from batchsplit.leaves import Dense
+from batchsplit.weights import Count, name_of, numbers, row_weight, shares
+
+if TYPE_CHECKING:
+    from batchsplit.cutter import Cut
+
+
+class Shares:
+    """What each sub-batch holds of the loss's denominator, or of several by the names of loss terms."""
+
+    def __init__(self, cut: Cut, weight: Any, whole_weight: Any = None) -> None:
+        self.named = isinstance(weight, Mapping)
+        if isinstance(whole_weight, Mapping) != self.named and whole_weight is not None:
+            raise WeightError("whole_weight has to be a mapping by term exactly when weight is one.")
+        if self.named:
+            unknown = set(whole_weight or {}) - set(weight)
+            if unknown:
+                raise WeightError(f"whole_weight names {sorted(unknown)}, which have no weight.")
+            self._terms = {name: _Term(cut, one, (whole_weight or {}).get(name)) for name, one in weight.items()}
+        else:
+            self._terms = {"": _Term(cut, weight, whole_weight)}
+
+    @property
+    def terms(self) -> list[str]:
+        """The names of the terms that have a weight."""
+        return list(self._terms)
+
+    @property
+    def whole(self) -> Any:
+        return self._each(lambda term: term.whole)
+
+    def weight(self, index: int) -> Any:
+        return self._each(lambda term: None if term.weights is None else term.weights[index])
+
+    def share(self, index: int) -> Any:
+        return self._each(lambda term: term.shares[index])
+
+    def _each(self, get: Any) -> Any:
+        if not self.named:
+            return get(self._terms[""])
+        return MappingProxyType({name: get(term) for name, term in self._terms.items()})
+
+
+class _Term:
+    """One denominator."""
+
+    def __init__(self, cut: Cut, weight: Any, whole_weight: Any) -> None:
+        if whole_weight is not None and (weight is None or weight == "once"):
+            raise WeightError(f"whole_weight={whole_weight!r} with weight={weight!r}: such a loss has no denominator to replace.")
+        self.cut, self.weight, self.given = cut, weight, whole_weight
+
+    @cached_property
+    def weights(self) -> Sequence[float] | None:
+        if self.weight is None:
+            return None
+        if self.weight is row_weight:
+            return self.cut._sizes
+        if self.weight == "once":
+            return [1 / len(self.cut)] * len(self.cut)
+        return numbers(_found(self.cut, self.weight), name_of(self.weight))
+
+    @cached_property
+    def whole(self) -> float | None:
+        if self.weights is None:
+            return None
+        if self.given is not None:
+            return numbers([self.given], "whole_weight")[0]
+        if self.weight == "once":
+            return 1.0
+        return self.cut.rows if self.weight is row_weight else math.fsum(self.weights)
+
+    @cached_property
+    def shares(self) -> list[float]:
+        if self.weights is None or self.whole is None:
+            return [1.0] * len(self.cut)
+        return shares(self.weights, self.whole, name_of(self.weight))
+
+
+def _found(cut: Cut, weight: Any) -> list[Any]:
+    """The weight of each sub-batch, as counted: tensors stay on their device."""
+    found: list[Any] = []
+    for piece in cut._pieces:
+        parts = _elements(piece, weight) if isinstance(weight, Count) else None
+        if parts is None:
+            parts = [weight(piece.data(i)) for i in range(len(piece.spans.sizes))]
+        found += parts
+    return found
+
+
+def _elements(piece: Any, weight: Count) -> list[torch.Tensor] | None:
+    """The sums over each sub-batch of what is compared only once, for the whole batch; None where the leaf is no plain one."""
+    for leaf, value in zip(piece.reading.leaves, piece.leaves, strict=True):
+        if isinstance(value, torch.Tensor) and ".".join(step.text for step in leaf.path) == weight.path:
+            if type(leaf.kind) is Dense and leaf.kind.axis == 0:
+                return [part.sum() for part in weight.elements(value).split_with_sizes(piece.spans.sizes)]
+    return None
