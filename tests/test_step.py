@@ -187,7 +187,7 @@ def test_backward_of_your_own() -> None:
     model, data, sent = nn.Linear(3, 1), batch(), []
 
     def backward(loss: Tensor) -> None:
-        sent.append(float(loss))
+        sent.append(loss.item())
         (loss * 2).backward()
 
     loss = run_step(BatchCutter(rows=2).cut(data), squares(model), model=model, backward=backward)
