@@ -63,7 +63,7 @@ def test_any_optimizer(make: Any) -> None:
             loss.backward()
             return loss
 
-        first = squares(whole)(data)
+        first = squares(whole)(data).detach()
         optimizer.step(closure)
         assert float(driver.step(data).loss) == pytest.approx(float(first), rel=1e-11)
     for p, q in zip(model.parameters(), whole.parameters(), strict=True):
