@@ -105,7 +105,10 @@ class Rows:
         if not grown:
             return new
         if len(old) != 1 or len(grown) != 1:
-            return [axis and Axis(axis.factor, lost="several axes that grow with the batch are viewed as one") for axis in new]
+            return [
+                axis and Axis(axis.factor, lost="several axes that grow with the batch are viewed as one")
+                for axis in new
+            ]
         source, target = axes[old[0]], new[grown[0]]
         assert source is not None and target is not None
         before, after = prod(size[1] for size in sizes[: old[0]]), prod(size[1] for size in into[: grown[0]])
@@ -127,8 +130,8 @@ class Rows:
                 axis.resolve(1)
         if axis.outer is None:
             return lost
-        block, inner = Pair((self.few * axis.inner, self.many * axis.inner)), axis.inner
-        if step == 1 and taken.factor % inner == 0 and starts[1] % block[1] == 0:
+        inner = axis.inner
+        if step == 1 and taken.factor % inner == 0 and starts[1] % (self.many * inner) == 0:
             if starts[0] * self.many == starts[1] * self.few:
                 return Axis(taken.factor, taken.factor // inner)
         if step == inner and starts[0] == starts[1] < inner and taken.factor == axis.outer:
