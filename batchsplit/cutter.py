@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal, overload
 
 import numpy as np
-import torch
 
 from batchsplit import joining
-from batchsplit.area import width_of
-from batchsplit.containers import map_leaves
-from batchsplit.errors import CutError
+from batchsplit.area import AreaOf, check_area_of, width_of
+from batchsplit.errors import CutError, LeafError
 from batchsplit.explain import explain
 from batchsplit.group import Group
 from batchsplit.layout import Layout
@@ -19,6 +18,7 @@ from batchsplit.leaves import Spans
 from batchsplit.plan import check_limit, even_sizes, limited_sizes, ranges, shared_out
 from batchsplit.reading import Reading, read
 from batchsplit.sharing import Shares
+from batchsplit.special import moved
 from batchsplit.weights import Weight, check_weight, row_weight
 
 PLANS = 8  # readings of the last batch structures that a cutter keeps, to be tried on the next batch
@@ -35,34 +35,32 @@ class SubBatch:
         ({'x': tensor([0, 1])}, 2, slice(0, 2, None), True, True)
     """
 
-    __slots__ = ("_cut", "_data", "index")
+    __slots__ = ("_cut", "_data", "_index")  # made by the thousand, so nothing is worked out before it is asked for
 
-    index: int
-
-    def __init__(self, cut: Cut, index: int, data: Any = None) -> None:
-        object.__setattr__(self, "_cut", cut)
-        object.__setattr__(self, "index", index)
-        object.__setattr__(self, "_data", data)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"a SubBatch is read-only: can't set {name!r}")
+    def __init__(self, cut: Cut, index: int, data: Any) -> None:
+        self._cut = cut
+        self._index = index
+        self._data = data
 
     @property
     def data(self) -> Any:
         """The rows themselves: a new container of the batch's type, the tensors in it views of the batch."""
-        if self._data is None:
-            object.__setattr__(self, "_data", self._cut._data(self.index))
         return self._data
+
+    @property
+    def index(self) -> int:
+        """Which sub-batch this is, from 0."""
+        return self._index
 
     @property
     def rows(self) -> int:
         """How many rows."""
-        return self._cut._sizes[self.index]
+        return self._cut._sizes[self._index]
 
     @property
     def where(self) -> slice:
         """Which rows of the batch."""
-        return self._cut._where(self.index)
+        return self._cut._where(self._index)
 
     @property
     def count(self) -> int:
@@ -72,40 +70,29 @@ class SubBatch:
     @property
     def is_first(self) -> bool:
         """Is this the first sub-batch?"""
-        return self.index == 0
+        return self._index == 0
 
     @property
     def is_last(self) -> bool:
         """Is this the last sub-batch?"""
-        return self.index == len(self._cut) - 1
+        return self._index == len(self._cut) - 1
 
     @property
     def weight(self) -> Any:
         """Its part of the loss's denominator (a mapping of them for named terms; None for a sum)."""
-        return self._cut._shares.weight(self.index)
+        return self._cut._shares.weight(self._index)
 
     @property
     def share(self) -> Any:
         """Its weight over the whole batch's: what to multiply its mean loss by (a mapping for named terms)."""
-        return self._cut._shares.share(self.index)
+        return self._cut._shares.share(self._index)
 
     def to(self, device: Any, non_blocking: bool = False) -> SubBatch:
         """The same sub-batch with its tensors on `device`; those that are there already are not copied."""
-        return SubBatch(self._cut, self.index, moved(self.data, device, non_blocking))
+        return SubBatch(self._cut, self._index, moved(self.data, device, non_blocking))
 
     def __repr__(self) -> str:
         return f"SubBatch({self.index + 1} of {self.count}, {_plural(self.rows, 'row')}, {self.where.start}:{self.where.stop})"
-
-
-def moved(data: Any, device: Any, non_blocking: bool = False) -> Any:
-    """Data with everything in it that can move moved to a device."""
-
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.to(device, non_blocking=non_blocking)
-        return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
-
-    return map_leaves(move, data)
 
 
 class Cut(Sequence[SubBatch]):
@@ -121,17 +108,16 @@ class Cut(Sequence[SubBatch]):
         tensor([ 0, 10, 20, 30, 40])
     """
 
-    def __init__(self, batch: Any, pieces: list[Piece], weight: Any, whole_weight: Any) -> None:
+    def __init__(self, batch: Any, pieces: list[Piece], cutter: BatchCutter, shares: Callable[[Cut], Shares]) -> None:
         self.batch = batch
-        self._pieces = pieces
+        self._pieces, self._cutter = pieces, cutter
         self._sizes = [size for piece in pieces for size in piece.spans.sizes]
-        self._slices = ranges(self._sizes) if len(pieces) > 1 else pieces[0].spans.slices
-        self._shares = Shares(self, weight, whole_weight)
+        self._shares = shares(self)
 
     @property
     def rows(self) -> int:
         """How many rows the batch has."""
-        return self._slices[-1].stop
+        return sum(self._sizes)
 
     @property
     def weight(self) -> Any:
@@ -147,14 +133,32 @@ class Cut(Sequence[SubBatch]):
     def __getitem__(self, index: slice) -> list[SubBatch]: ...
     def __getitem__(self, index: int | slice) -> SubBatch | list[SubBatch]:
         if isinstance(index, slice):
-            return [SubBatch(self, i) for i in range(len(self))[index]]
+            return [self[i] for i in range(len(self))[index]]
         try:
-            return SubBatch(self, range(len(self))[index])
+            which = range(len(self))[index]
         except IndexError:
             raise IndexError(f"sub-batch {index} of {len(self)}") from None
+        return SubBatch(self, which, self._data(which))
 
     def __iter__(self) -> Iterator[SubBatch]:
-        return (SubBatch(self, i) for i in range(len(self._sizes)))
+        index = 0
+        for piece in self._pieces:
+            build = piece.reading.root.build
+            for row in zip(*piece.columns, strict=True):
+                yield SubBatch(self, index, build(row))
+                index += 1
+
+    def _again(self, sizes: Sequence[Sequence[int]]) -> Cut:
+        """The same batch cut anew, each loader batch in these sizes; weights are parts of the same whole."""
+        pieces = [
+            Piece(piece.reading, piece.leaves, Spans(piece.spans.batch, list(own)))
+            for piece, own in zip(self._pieces, sizes, strict=True)
+        ]
+        return Cut(self.batch, pieces, self._cutter, self._shares.again)
+
+    @cached_property
+    def _slices(self) -> list[slice]:
+        return ranges(self._sizes)
 
     def _where(self, index: int) -> slice:
         return self._slices[index]
@@ -195,18 +199,29 @@ class Piece:
         self.columns = [leaf.kind.cut(value, spans) for leaf, value in zip(reading.leaves, leaves, strict=True)]
 
     def data(self, index: int) -> Any:
-        return self.reading.root.build(iter([column[index] for column in self.columns]))
+        return self.reading.root.build([column[index] for column in self.columns])
+
+    def rows(self, rows: slice) -> list[Any]:
+        """The leaves of any range of rows."""
+        sizes = [rows.start, rows.stop - rows.start, sum(self.spans.sizes) - rows.stop]
+        spans = Spans(self.spans.batch, [size for size in sizes if size])
+        which = 0 if rows.start == 0 else 1
+        return [leaf.kind.cut(value, spans)[which] for leaf, value in zip(self.reading.leaves, self.leaves, strict=True)]
 
 
 class BatchCutter:
     """Cuts padded batches into sub-batches that fit the hardware and keep the batch's padding.
 
     Give one limit: `rows` (at most so many rows a sub-batch), `area` (at most so many padded positions: rows × width) or
-    `parts` (exactly so many sub-batches, as far as there are rows); without one a batch stays whole. `weight` is the
-    denominator of your mean loss (`row_weight`, `label_weight(...)`, `mask_weight(...)`, a function of a sub-batch's data,
-    or a mapping of them by the names of loss terms; None for a sum). `layout` declares leaves by path. `sizes="even"`
-    gives sizes that differ by at most 1, `"full"` full ones and a rest. `area_of` names the leaves whose widths are added
-    up to the width of a row (a path, several, or a function of the batch); by default it is the widest second axis.
+    `parts` (exactly so many sub-batches, as far as there are rows); without one a batch stays whole. With `rows="auto"`
+    or `area="auto"` a `StepDriver` finds out how many rows of each width fit in memory (`cut` alone leaves the batch
+    whole); `area="auto"` insists on a width. A row that is wider than `area` by itself is an error, or with
+    `oversize="alone"` a sub-batch of its own. `weight` is the denominator of your mean loss (`row_weight`,
+    `label_weight(...)`, `mask_weight(...)`, a function of a sub-batch's data, or a mapping of them by the names of loss
+    terms; None for a sum). `layout` declares leaves by path. `sizes="even"` gives sizes that differ by at most 1,
+    `"full"` full ones and a rest. `area_of` names the leaves whose widths are added up to the width of a row (a path,
+    several, or a function of the batch); by default it is the widest second axis of ids and masks, or of features where
+    there are none (`explain()` says which).
 
     Raises:
         CutError: two limits at once, a limit that is not a whole number of at least 1, or an argument of another kind.
@@ -223,27 +238,36 @@ class BatchCutter:
 
     def __init__(
         self,
-        rows: int | None = None,
+        rows: int | Literal["auto"] | None = None,
         *,
-        area: int | None = None,
+        area: int | Literal["auto"] | None = None,
         parts: int | None = None,
         weight: Weight | Mapping[str, Weight] = row_weight,
         layout: Mapping[str, Any] | None = None,
         sizes: Literal["even", "full"] = "even",
-        area_of: str | Sequence[str] | Callable[[Any], int] | None = None,
+        area_of: AreaOf = None,
+        oversize: Literal["raise", "alone"] = "raise",
     ) -> None:
-        limits = {name: value for name, value in (("rows", rows), ("area", area), ("parts", parts)) if value is not None}
+        given = (("rows", rows), ("area", area), ("parts", parts))
+        limits: dict[str, Any] = {name: value for name, value in given if value is not None}
         if len(limits) > 1:
             raise CutError(f"{' and '.join(f'{k}={v!r}' for k, v in limits.items())}: two limits at once; give one of them.")
         for name, value in limits.items():
-            limits[name] = check_limit(name, value)
+            if value != "auto" or name == "parts":
+                limits[name] = check_limit(name, value)
         if sizes not in ("even", "full"):
             raise CutError(f'sizes={sizes!r}: write sizes="even" or sizes="full".')
         if parts is not None and sizes == "full":
             raise CutError('parts= with sizes="full": a number of parts is cut evenly; leave sizes out.')
+        if oversize not in ("raise", "alone"):
+            raise CutError(f'oversize={oversize!r}: write oversize="raise" or oversize="alone".')
+        if oversize == "alone" and area in (None, "auto"):
+            raise CutError('oversize="alone" says what becomes of a row above a limit on area: give area= as well.')
+        check_area_of(area_of)
         check_weight(weight)
         self.rows, self.area, self.parts = limits.get("rows"), limits.get("area"), limits.get("parts")
-        self.weight, self.sizes, self.area_of = weight, sizes, area_of
+        self.auto = "auto" in (self.rows, self.area)
+        self.weight, self.sizes, self.area_of, self.oversize = weight, sizes, area_of, oversize
         self.layout = Layout(layout)
         self._plans: list[Reading] = []
 
@@ -259,16 +283,25 @@ class BatchCutter:
         """
         if isinstance(batch, Cut):
             raise CutError("this batch is cut already; give the batch itself.")
-        read_batches = [self._read(one) for one in (batch.batches if isinstance(batch, Group) else [batch])]
-        rows = [rows for _, _, rows, _ in read_batches]
+        batches = batch.batches if isinstance(batch, Group) else [batch]
+        found = [self._read(one) for one in batches]
+        try:
+            pieces = self._pieces(found)
+        except LeafError:
+            self._plans.clear()  # a plan may have fitted but for its counts of packed entries: let a new reading say
+            pieces = self._pieces([self._read(one) for one in batches])
+        return Cut(batch, pieces, self, lambda cut: Shares(cut, self.weight, whole_weight))
+
+    def _pieces(self, found: Sequence[tuple[Reading, list[Any], int, Any]]) -> list[Piece]:
+        rows = [rows for _, _, rows, _ in found]
         parts = shared_out(self.parts, rows) if self.parts is not None else [0] * len(rows)
         if self.parts is not None and len(rows) > self.parts:
             raise CutError(f"parts={self.parts}: a group of {len(rows)} batches of their own padding can't be in fewer parts.")
         pieces = []
-        for (reading, leaves, count, one), n in zip(read_batches, parts, strict=True):
+        for (reading, leaves, count, one), n in zip(found, parts, strict=True):
             sizes = even_sizes(count, n) if n else self._sizes(reading, leaves, count, one)
-            pieces.append(Piece(reading, leaves, Spans(one, sizes, ranges(sizes))))
-        return Cut(batch, pieces, self.weight, whole_weight)
+            pieces.append(Piece(reading, leaves, Spans(one, sizes)))
+        return pieces
 
     def _read(self, batch: Any) -> tuple[Reading, list[Any], int, Any]:
         for i, reading in enumerate(self._plans):
@@ -284,14 +317,19 @@ class BatchCutter:
         return reading, leaves, reading.rows, batch
 
     def _sizes(self, reading: Reading, leaves: list[Any], rows: int, batch: Any) -> list[int]:
-        if self.rows is not None:
+        if isinstance(self.rows, int):
             return limited_sizes(rows, self.rows, self.sizes)
         if self.area is None:
             return [rows]
         width, text = width_of(reading, leaves, batch, self.area_of)
-        if width > self.area:
-            raise CutError(f"area={self.area}: one row is {width} wide ({text}) and does not fit; raise area to {width} or more.")
-        return limited_sizes(rows, self.area // max(width, 1), self.sizes)
+        if self.area == "auto":
+            return [rows]
+        if width > self.area and self.oversize == "raise":
+            raise CutError(
+                f"area={self.area}: one row is {width} wide ({text}) and does not fit; raise area to {width} or more, "
+                'or write oversize="alone" to let such a row be a sub-batch of its own.'
+            )
+        return limited_sizes(rows, max(self.area // max(width, 1), 1), self.sizes)
 
     def over(self, loader: Any) -> Any:
         """Wrap a loader: one iteration gives the Cut of one of its batches (see `CutLoader`)."""
@@ -300,7 +338,7 @@ class BatchCutter:
         return CutLoader(loader, self)
 
     def __repr__(self) -> str:
-        limit = next((f"{n}={getattr(self, n)}" for n in ("rows", "area", "parts") if getattr(self, n) is not None), "rows=None")
+        limit = next((f"{n}={getattr(self, n)!r}" for n in ("rows", "area", "parts") if getattr(self, n) is not None), "rows=None")
         return f"BatchCutter({limit})"
 
     def __getstate__(self) -> dict[str, Any]:

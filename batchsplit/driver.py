@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +18,12 @@ from tqdm.auto import tqdm
 from batchsplit.coupling import Coupled
 from batchsplit.cutter import BatchCutter, Cut
 from batchsplit.errors import CutError
-from batchsplit.step import Accumulated, LossFn, accumulate, check_randomness, raise_unless_finite
+from batchsplit.fitting import Sizes
+from batchsplit.memory import Recovery
+from batchsplit.precision import check_accumulate, summed
+from batchsplit.losses import Accumulated, raise_unless_finite
+from batchsplit.step import LossFn, accumulate, check_randomness
+from batchsplit.unsplit_draws import UnsplitDraws
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,18 @@ class StepDriver:
     returns a context for the forward; `device` takes one sub-batch at a time, the batch stays where it is. `coupled` says
     what a train-mode BatchNorm about to be cut gets: "raise", "warn" (once) or "allow". `progress=False` hides the bar.
 
+    Memory: with `on_oom="split"` (which a cutter with `rows="auto"` or `area="auto"` implies) a sub-batch that runs out
+    of memory is run again in smaller parts, cut from the batch itself, and the step gives what it would have given. The
+    sizes that fit are remembered by padded width, grow again after clean steps, and are in `state_dict()`. `loss_fn`
+    must not change the batch's tensors in place: that is an error where a retry would meet it (writes into numpy arrays
+    can't be seen), nor send anything backward itself. Nothing but running out of memory is retried.
+
+    16-bit parameters: with `accumulate="float32"` their gradients add up in float32, are unscaled and clipped there,
+    and are rounded to the parameters' dtype once, before the step; until then there is a float32 copy of them.
+    `accumulate="parameter"` adds up in the parameters' dtype. Where you have set the `grad_dtype` of a parameter to
+    float32, its gradient stays float32 for the optimizer. (Before torch 2.10 and under DistributedDataParallel they are
+    clipped after they are rounded, as an unsplit batch's are.) Parameters of 32 bits and more are not touched by this.
+
     Gradients: a step first clears whatever gradients there are (to None), so it uses its own batch's and nothing else;
     they stay in place after the step, to be looked at. After an error they are cleared, and no parameter, optimizer state
     or schedule has changed. To add to gradients of your own, use `run_step`.
@@ -96,7 +113,9 @@ class StepDriver:
         scaler: Any = None,
         autocast: Any = None,
         device: Any = None,
+        accumulate: str = "float32",
         randomness: str = "fresh",
+        on_oom: str = "raise",
         coupled: str = "warn",
         progress: bool = True,
     ) -> None:
@@ -107,14 +126,21 @@ class StepDriver:
             )
         if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
             raise CutError(f"clip_norm={clip_norm!r}: write the largest norm the gradient may have, or None.")
+        if on_oom not in ("raise", "split"):
+            raise CutError(f'on_oom={on_oom!r}: write on_oom="raise" or on_oom="split".')
         check_randomness(randomness)
+        check_accumulate(accumulate)
         self.model, self.optimizer, self.loss_fn, self.cutter = model, optimizer, loss_fn, cutter
         self.scheduler, self.clip_norm, self.scaler, self.device = scheduler, clip_norm, scaler, device
-        self.progress = progress
+        self.accumulate, self.randomness, self.progress = accumulate, randomness, progress
+        self._learned: dict[Any, Any] = {}  # where the forward draws random numbers, for batches of the same shapes
         self.forward_context = _forward_context(autocast, model)
         self.closure_wanted = inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty
         if self.closure_wanted and scaler is not None:
             raise CutError(f"{type(optimizer).__name__} evaluates the loss several times a step, which a scaler can't serve.")
+        self.on_oom = "split" if cutter is not None and cutter.auto else on_oom
+        self.steps = 0
+        self._sizes = Sizes()
         self._coupled = Coupled(model, coupled)
         self._parameters = _all_parameters(model, optimizer)
 
@@ -126,20 +152,21 @@ class StepDriver:
         """
         start = time.perf_counter()
         cut = self._cut(batch)
+        self._retries = 0
         if len(cut) > 1:
             self._coupled.look(stacklevel=3)
         try:
             result = self._gradients(cut)
-            grad_norm = self._clip()
         except BaseException:
             self._clear()
             raise
         skipped = self._update(cut)
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
+        self.steps += 1
         return StepReport(
-            result.loss, result.terms, result.outputs, grad_norm,
-            cut.rows, len(cut), time.perf_counter() - start, skipped=skipped,
+            result.loss, result.terms, result.outputs, result.grad_norm,
+            cut.rows, len(result.cut or cut), time.perf_counter() - start, self._retries, skipped,
         )  # fmt: skip
 
     def run(self, dataloader: Iterable[Any]) -> Iterator[StepReport]:
@@ -159,28 +186,53 @@ class StepDriver:
         return self.cutter.cut(batch)
 
     def _gradients(self, cut: Cut) -> Accumulated:
-        """The gradients of one batch, and nothing else's, in `.grad`."""
-        self._clear()
-        result = accumulate(
-            cut,
-            self.loss_fn,
-            model=self.model,
-            backward=None if self.scaler is None else self._scaled_backward,
-            forward_context=self.forward_context,
-            device=self.device,
-        )
-        if self.scaler is None or not self.scaler.is_enabled():  # an enabled scaler skips the step by itself
-            raise_unless_finite(result, cut)
+        """The gradients of one batch, and nothing else's, in `.grad`, in as many attempts as its memory takes."""
+        if self.on_oom == "raise" and not cut._cutter.auto:
+            return self._attempt(cut)
+        recovery = Recovery(cut, self._sizes, self.model, self.device)
+        try:
+            result = recovery.complete(self._attempt)
+        finally:
+            self._retries += recovery.retries
+        recovery.ran(result.cut or cut)
         return result
+
+    def _attempt(self, cut: Cut, recovery: Recovery | None = None) -> Accumulated:
+        if recovery is not None and len(cut) > 1:
+            self._coupled.look(stacklevel=6)
+        self._clear()
+        whole = len(cut) == 1 and self.scaler is None  # a scaler takes no float16 gradients, so they need to be float32
+        with summed(self._parameters, self.model, accumulate=self.accumulate, whole=whole) as sums:
+            result = accumulate(
+                cut,
+                self.loss_fn,
+                model=self.model,
+                backward=None if self.scaler is None else self._scaled_backward,
+                forward_context=self.forward_context,
+                device=self.device,
+                recovery=recovery,
+                sums=sums,
+                draws=self._draws(cut),
+            )
+            if self.scaler is None or not self.scaler.is_enabled():  # an enabled scaler skips the step by itself
+                raise_unless_finite(result, cut)
+            result.grad_norm = self._clip()
+        return result
+
+    def _draws(self, cut: Cut) -> UnsplitDraws | None:
+        if self.randomness == "fresh":
+            return None
+        context, plans = self.forward_context, self._learned
+        return UnsplitDraws(cut, self.loss_fn, self.model, forward_context=context, device=self.device, plans=plans)
 
     def _scaled_backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
 
     def _clip(self) -> Tensor | None:
-        if self.clip_norm is None:
-            return None
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
+        if self.clip_norm is None:
+            return None
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         return torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm).detach()
 
@@ -202,9 +254,7 @@ class StepDriver:
         before = [p.detach().clone() for p in self._parameters]
 
         def closure() -> Tensor:
-            result = self._gradients(cut)
-            self._clip()
-            return result.loss
+            return self._gradients(cut).loss
 
         try:
             self.optimizer.step(closure)
@@ -214,6 +264,21 @@ class StepDriver:
                     p.copy_(value)
             self._clear()
             raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a later run needs to go on: the number of steps, and the sizes found to fit in memory; plain numbers."""
+        return {"steps": self.steps, "sizes": self._sizes.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where `state_dict` was taken.
+
+        Raises:
+            CutError: the state is not a driver's.
+        """
+        if not isinstance(state, Mapping) or not {"steps", "sizes"} <= state.keys():
+            raise CutError("this is no state of a StepDriver: take one with driver.state_dict().")
+        self._sizes.load_state_dict(state["sizes"])
+        self.steps = int(state["steps"])
 
     def _clear(self) -> None:
         for p in self._parameters:

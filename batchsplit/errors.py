@@ -24,3 +24,20 @@ class WeightError(CutError):
 
 class LossError(CutError):
     """A loss that cannot be accumulated: not a scalar, without gradient, or not finite."""
+
+
+class OutOfMemory(CutError, MemoryError):
+    """A single row that does not fit in memory, so that no cut helps.
+
+    It carries the `row` (its index in the batch), its `width` in padded positions, the bytes `asked` for and `free`
+    (each None where that can't be known), and in `tried` the sizes of the sub-batches that ran out, in rows.
+    """
+
+    def __init__(
+        self, text: str, row: int, width: int | None, asked: int | None, free: int | None, tried: tuple[int, ...]
+    ) -> None:
+        super().__init__(text)
+        self.row, self.width, self.asked, self.free, self.tried = row, width, asked, free, tried
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.args[0], self.row, self.width, self.asked, self.free, self.tried)

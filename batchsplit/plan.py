@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Collection, Sequence
+from heapq import heapify, heappop, heapreplace
+from itertools import accumulate, groupby, pairwise
 
 from batchsplit.errors import CutError
 
@@ -50,18 +51,41 @@ def limited_sizes(rows: int, limit: int, sizes: str = "even") -> list[int]:
     return [limit] * full + [rest] * (rest > 0)
 
 
+def shrunk(sizes: Sequence[int], limit: int, kept: Collection[int] = ()) -> list[int]:
+    """Sizes of at most `limit` rows in place of larger ones; sub-batches that are `kept` (by index) stay as they are.
+
+    What is too large is cut anew together with its neighbours, up to the next one kept.
+
+    >>> shrunk([8, 8, 8], 5), shrunk([8, 8, 8], 5, kept=[0])
+    ([5, 5, 5, 5, 4], [8, 4, 4, 4, 4])
+    """
+    result: list[int] = []
+    for stays, run in groupby(range(len(sizes)), key=lambda i: i in kept):
+        own = [sizes[i] for i in run]
+        result += own if stays or max(own) <= limit else limited_sizes(sum(own), limit)
+    return result
+
+
 def shared_out(parts: int, rows: Sequence[int]) -> list[int]:
     """How many of `parts` sub-batches each of several loader batches gets: at least 1, then where most rows are left.
 
     >>> shared_out(4, [5, 5, 2])
     [2, 1, 1]
     """
+    if len(rows) == 1:
+        return [max(1, min(parts, rows[0]))]
     given = [1] * len(rows)
-    while sum(given) < parts:
-        candidates = [i for i, count in enumerate(rows) if given[i] < count]
-        if not candidates:
+    queue = [(-count, i) for i, count in enumerate(rows) if count > 1]  # the largest sub-batches first
+    heapify(queue)
+    for _ in range(parts - len(rows)):
+        if not queue:
             break
-        given[max(candidates, key=lambda i: rows[i] / given[i])] += 1
+        _, i = queue[0]
+        given[i] += 1
+        if given[i] < rows[i]:
+            heapreplace(queue, (-rows[i] / given[i], i))
+        else:
+            heappop(queue)
     return given
 
 

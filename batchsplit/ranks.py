@@ -43,6 +43,12 @@ def _fsdp2(model: Any) -> Hold | None:
     return held
 
 
+def several_ranks() -> bool:
+    """Do other processes take part in the training?"""
+    group = torch.distributed
+    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
+
+
 @contextmanager
 def harmless(model: torch.nn.Module) -> Iterator[None]:
     """Backward in here reaches the parameters as zeros, whatever NaN comes along: for a sub-batch of weight 0 that must run."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 
 from batchsplit.errors import WeightError
 from batchsplit.leaves import Dense
+from batchsplit.plan import offsets
 from batchsplit.weights import Count, name_of, numbers, row_weight, shares
 
 if TYPE_CHECKING:
@@ -33,6 +35,13 @@ class Shares:
         else:
             self._terms = {"": _Term(cut, weight, whole_weight)}
 
+    def again(self, cut: Cut) -> Shares:
+        """The shares of the same batch cut anew: parts of the same denominators."""
+        shares = Shares.__new__(Shares)
+        shares.named = self.named
+        shares._terms = {name: term.again(cut) for name, term in self._terms.items()}
+        return shares
+
     @property
     def terms(self) -> list[str]:
         """The names of the terms that have a weight."""
@@ -51,7 +60,13 @@ class Shares:
     def _each(self, get: Any) -> Any:
         if not self.named:
             return get(self._terms[""])
-        return MappingProxyType({name: get(term) for name, term in self._terms.items()})
+        found = {}
+        for name, term in self._terms.items():
+            try:
+                found[name] = get(term)
+            except WeightError as error:
+                raise WeightError(f'term "{name}": {error}') from None
+        return MappingProxyType(found)
 
 
 class _Term:
@@ -61,6 +76,14 @@ class _Term:
         if whole_weight is not None and (weight is None or weight == "once"):
             raise WeightError(f"whole_weight={whole_weight!r} with weight={weight!r}: such a loss has no denominator to replace.")
         self.cut, self.weight, self.given = cut, weight, whole_weight
+
+    def again(self, cut: Cut) -> _Term:
+        term = _Term(cut, self.weight, self.given)
+        if self.weight == "once":
+            term.weights = _once_again(self, cut)
+        elif self.weight is not None and self.weight is not row_weight:
+            term.whole = self.whole  # not added up anew, in another order
+        return term
 
     @cached_property
     def weights(self) -> Sequence[float] | None:
@@ -87,6 +110,20 @@ class _Term:
         if self.weights is None or self.whole is None:
             return [1.0] * len(self.cut)
         return shares(self.weights, self.whole, name_of(self.weight))
+
+
+def _once_again(term: _Term, cut: Cut) -> list[float]:
+    """The shares of a term without rows after a new cut: what stayed keeps its share, the others split the rest."""
+    assert term.weights is not None
+    stayed = dict(zip(_ends(term.cut), term.weights, strict=True))
+    new = _ends(cut)
+    rows = sum(stop - start for start, stop in new if (start, stop) not in stayed)
+    left = 1 - math.fsum(stayed[ends] for ends in new if ends in stayed)
+    return [stayed[ends] if ends in stayed else left * (ends[1] - ends[0]) / rows for ends in new]
+
+
+def _ends(cut: Cut) -> list[tuple[int, int]]:
+    return list(pairwise(offsets(cut._sizes)))
 
 
 def _found(cut: Cut, weight: Any) -> list[Any]:
