@@ -1,8 +1,10 @@
 """Cut one padded batch into sub-batches that fit the hardware, and train exactly as on the whole batch."""
 
+from batchsplit.checking import CheckReport, check
 from batchsplit.cutter import BatchCutter, Cut, SubBatch
 from batchsplit.driver import StepDriver, StepReport
 from batchsplit.errors import CutError
+from batchsplit.forward import CutForward
 from batchsplit.group import group
 from batchsplit.joining import join
 from batchsplit.layout import PER_ROW, SHARED, axis, packed, register
@@ -16,13 +18,16 @@ __all__ = [
     "PER_ROW",
     "SHARED",
     "BatchCutter",
+    "CheckReport",
     "Cut",
     "CutError",
+    "CutForward",
     "CutLoader",
     "StepDriver",
     "StepReport",
     "SubBatch",
     "axis",
+    "check",
     "group",
     "join",
     "label_weight",
