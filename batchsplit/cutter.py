@@ -108,11 +108,11 @@ class Cut(Sequence[SubBatch]):
         tensor([ 0, 10, 20, 30, 40])
     """
 
-    def __init__(self, batch: Any, pieces: list[Piece], cutter: BatchCutter, shares: Callable[[Cut], Shares]) -> None:
+    def __init__(self, batch: Any, pieces: list[Piece], cutter: BatchCutter, shares: Shares) -> None:
         self.batch = batch
         self._pieces, self._cutter = pieces, cutter
-        self._sizes = [size for piece in pieces for size in piece.spans.sizes]
-        self._shares = shares(self)
+        self._sizes = pieces[0].spans.sizes if len(pieces) == 1 else [n for piece in pieces for n in piece.spans.sizes]
+        self._shares = shares
 
     @property
     def rows(self) -> int:
@@ -154,7 +154,11 @@ class Cut(Sequence[SubBatch]):
             Piece(piece.reading, piece.leaves, Spans(piece.spans.batch, list(own)))
             for piece, own in zip(self._pieces, sizes, strict=True)
         ]
-        return Cut(self.batch, pieces, self._cutter, self._shares.again)
+        return Cut(self.batch, pieces, self._cutter, self._shares.again(pieces))
+
+    def _over(self, wholes: Sequence[float], ranks: int) -> Cut:
+        """The same cut, its weights parts of what all ranks have together."""
+        return Cut(self.batch, self._pieces, self._cutter, self._shares.over(wholes, ranks))
 
     @cached_property
     def _slices(self) -> list[slice]:
@@ -290,7 +294,7 @@ class BatchCutter:
         except LeafError:
             self._plans.clear()  # a plan may have fitted but for its counts of packed entries: let a new reading say
             pieces = self._pieces([self._read(one) for one in batches])
-        return Cut(batch, pieces, self, lambda cut: Shares(cut, self.weight, whole_weight))
+        return Cut(batch, pieces, self, Shares(pieces, self.weight, whole_weight))
 
     def _pieces(self, found: Sequence[tuple[Reading, list[Any], int, Any]]) -> list[Piece]:
         rows = [rows for _, _, rows, _ in found]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from batchsplit.errors import CutError
 from batchsplit.fitting import Sizes
 from batchsplit.memory import Recovery
 from batchsplit.precision import check_accumulate, summed
+from batchsplit.ranks import Ended, reduction_of
 from batchsplit.losses import Accumulated, raise_unless_finite
 from batchsplit.step import LossFn, accumulate, check_randomness
 from batchsplit.unsplit_draws import UnsplitDraws
@@ -141,6 +143,7 @@ class StepDriver:
         self.on_oom = "split" if cutter is not None and cutter.auto else on_oom
         self.steps = 0
         self._sizes = Sizes()
+        self._reduction = reduction_of(model)
         self._coupled = Coupled(model, coupled)
         self._parameters = _all_parameters(model, optimizer)
 
@@ -151,13 +154,13 @@ class StepDriver:
             CutError: the batch can't be cut, its weight is 0, or its loss can't be accumulated or is not finite.
         """
         start = time.perf_counter()
-        cut = self._cut(batch)
         self._retries = 0
-        if len(cut) > 1:
-            self._coupled.look(stacklevel=3)
+        self._reduction = reduction_of(self.model)
+        cut = self._reduction.agreed(lambda: self._ready(batch))
         try:
             result = self._gradients(cut)
-        except BaseException:
+        except BaseException as error:
+            self._reduction.failed(tell=isinstance(error, Exception))
             self._clear()
             raise
         skipped = self._update(cut)
@@ -170,13 +173,30 @@ class StepDriver:
         )  # fmt: skip
 
     def run(self, dataloader: Iterable[Any]) -> Iterator[StepReport]:
-        """One step for each batch (or cut) of a loader, with a progress bar; yields the reports as they come."""
+        """One step for each batch (or cut) of a loader, with a progress bar; yields the reports as they come.
+
+        Where other ranks take part, the loop ends for all as soon as one of them has no batch left, with a warning on
+        those that have.
+        """
+        ranks = reduction_of(self.model).ranks
         with tqdm(dataloader, total=_length(dataloader), unit="step", disable=not self.progress) as bar:
-            for batch in bar:
-                report = self.step(batch)
+            for batch in ranks.batches(bar):
+                try:
+                    report = self.step(batch)
+                except Ended as end:
+                    text = f"{end} The loop ends here too, and this batch and what may follow are left out: "
+                    warnings.warn(text + "give all ranks equally many batches, as DistributedSampler does.", stacklevel=2)
+                    return
                 if self.progress:
                     bar.set_postfix(loss=f"{float(report.loss):.4g}", sub_batches=report.sub_batches, refresh=False)
                 yield report
+
+    def _ready(self, batch: Any) -> Cut:
+        cut = self._cut(batch)
+        self._reduction.check(self.on_oom == "split" or cut._cutter.auto, self.randomness)
+        if len(cut) > 1:
+            self._coupled.look(stacklevel=7)
+        return cut
 
     def _cut(self, batch: Any) -> Cut:
         if isinstance(batch, Cut):
@@ -201,15 +221,16 @@ class StepDriver:
         if recovery is not None and len(cut) > 1:
             self._coupled.look(stacklevel=6)
         self._clear()
-        whole = len(cut) == 1 and self.scaler is None  # a scaler takes no float16 gradients, so they need to be float32
+        alone = self._reduction.ranks.count == 1
+        whole = len(cut) == 1 and alone and self.scaler is None  # a scaler takes no float16 gradients, only float32
         with summed(self._parameters, self.model, accumulate=self.accumulate, whole=whole) as sums:
             result = accumulate(
                 cut,
                 self.loss_fn,
-                model=self.model,
                 backward=None if self.scaler is None else self._scaled_backward,
                 forward_context=self.forward_context,
                 device=self.device,
+                reduction=self._reduction,
                 recovery=recovery,
                 sums=sums,
                 draws=self._draws(cut),
@@ -234,7 +255,8 @@ class StepDriver:
         if self.clip_norm is None:
             return None
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm).detach()
+        norm: Any = torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm).detach()
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a sharded model's is in parts
 
     def _update(self, cut: Cut) -> bool:
         """Step the optimizer; True where the scaler left the step out."""

@@ -26,6 +26,10 @@ class LossError(CutError):
     """A loss that cannot be accumulated: not a scalar, without gradient, or not finite."""
 
 
+class OtherRankError(CutError):
+    """Another rank has failed in this step, so that this one can't go on either; that rank has the error itself."""
+
+
 class OutOfMemory(CutError, MemoryError):
     """A single row that does not fit in memory, so that no cut helps.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from batchsplit.containers import leaves_of
 from batchsplit.doubts import looks
 from batchsplit.errors import CutError, LeafError
 from batchsplit.group import Group
@@ -53,7 +54,7 @@ def _join_batch(cut: Cut) -> Any:
             leaf.kind.join(list(column), like=value)
             for leaf, column, value in zip(piece.reading.leaves, piece.columns, piece.leaves, strict=True)
         ]
-        batches.append(piece.reading.root.build(iter(values)))
+        batches.append(piece.reading.root.build(values))
     return Group(tuple(batches)) if isinstance(cut.batch, Group) else batches[0]
 
 
@@ -78,10 +79,8 @@ def _joined(outputs: list[Any], rows: list[int], shares: list[Any] | None, layou
         if not reading.root.gather(output, leaves):
             raise LeafError("the outputs of the sub-batches differ in structure; return the same containers and types.")
         gathered.append(leaves)
-    values = [
-        _join_leaf(leaf, list(parts), shares) for leaf, parts in zip(reading.leaves, zip(*gathered, strict=True), strict=True)
-    ]
-    return reading.root.build(iter(values))
+    columns = zip(reading.leaves, zip(*gathered, strict=True), strict=True)
+    return reading.root.build([_join_leaf(leaf, list(parts), shares) for leaf, parts in columns])
 
 
 def _join_leaf(leaf: Leaf, parts: list[Any], shares: list[Any] | None) -> Any:
@@ -96,9 +95,11 @@ def _join_leaf(leaf: Leaf, parts: list[Any], shares: list[Any] | None) -> Any:
         return parts[0]
     try:
         return leaf.kind.join(parts)
-    except RuntimeError as error:
-        shapes = " and ".join(sorted({str(tuple(part.shape)) for part in parts if hasattr(part, "shape")}))
-        raise LeafError(f"{shown(leaf.path, 'outputs')} can't be joined: its parts have shapes {shapes}. ({error})") from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, CutError):
+            raise
+        found = " and ".join(dict.fromkeys(looks(part) for part in parts))
+        raise LeafError(f"{shown(leaf.path, 'outputs')} can't be joined: its parts are of {found}. ({error})") from error
 
 
 def _join_scalar(path: Path, parts: list[Any], shares: list[Any] | None) -> Any:
@@ -122,20 +123,18 @@ def _join_scalar(path: Path, parts: list[Any], shares: list[Any] | None) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
     if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
+        return a.shape == b.shape and torch.equal(a.to_dense(), b.to_dense())
     if isinstance(a, np.ndarray):
         return np.array_equal(a, b)
-    return bool(a is b or a == b)
+    return bool(a == b)
 
 
 def _has_scalars(value: Any) -> bool:
-    """Is there a floating scalar, whose join needs the shares? (Counting them would fail where only rows are joined.)"""
-    from batchsplit.containers import map_leaves
-
-    found = []
-    map_leaves(lambda x: found.append(x) if _floating(x) else None, value)
-    return bool(found)
+    """Is there a floating scalar, whose join needs the shares? (Counting would fail where only rows are joined.)"""
+    return any(_floating(leaf) for leaf in leaves_of(value))
 
 
 def _floating(x: Any) -> bool:

@@ -20,6 +20,9 @@ class Marker:
     def __repr__(self) -> str:
         return self.text
 
+    def __reduce__(self) -> Any:
+        return self.text  # SHARED and PER_ROW are known by identity, also after pickling
+
 
 SHARED = Marker("SHARED")
 PER_ROW = Marker("PER_ROW")
@@ -29,10 +32,16 @@ PER_ROW = Marker("PER_ROW")
 class Axis(Marker):
     index: int = 0
 
+    def __reduce__(self) -> Any:
+        return axis, (self.index,)
+
 
 @dataclass(frozen=True, repr=False)
 class Packed(Marker):
     counts: Any = None
+
+    def __reduce__(self) -> Any:
+        return packed, (self.counts,)
 
 
 def axis(index: int) -> Axis:
@@ -61,8 +70,9 @@ def packed(counts: str | int | Callable[[Any], Any]) -> Packed:
     """Declare that row i owns the next `counts[i]` entries of a leaf's first axis.
 
     `counts` is the path of a leaf of `(rows,)` whole numbers, a function from the whole batch to them, or one number
-    where every row owns as many. A leaf with one entry more than the counts add up to, rising from 0, holds running
-    offsets (`cu_seqlens`): each sub-batch gets its own, starting at 0.
+    where every row owns as many. A leaf that holds running offsets (`cu_seqlens`: the counts added up from 0, or one entry
+    more than the counts add up to, rising from 0, where a row owns several stretches) is re-based: each sub-batch gets
+    offsets of its own, which start at 0.
 
     Raises:
         CutError: `counts` is none of these.
@@ -80,6 +90,8 @@ def packed(counts: str | int | Callable[[Any], Any]) -> Packed:
             f"packed({counts!r}): counts is the path of a leaf, a function of the batch, or a whole number; "
             'write packed("images_per_row"), say.'
         )
+    if isinstance(counts, int) and counts < 1:
+        raise CutError(f"packed({counts}): a row owns at least 1 entry; where rows own different numbers, name the leaf of counts.")
     return Packed(f"packed({counts!r})" if isinstance(counts, (str, int)) else "packed(<function>)", counts)
 
 
@@ -93,6 +105,7 @@ class Registered:
 
 
 _registered: dict[type, Registered] = {}
+_registrations: list[type] = []
 
 
 def register(
@@ -125,6 +138,12 @@ def register(
         if not callable(function):
             raise CutError(f"register({cls.__name__}, {name}={function!r}): {name} has to be a function.")
     _registered[cls] = Registered(count, take, join)
+    _registrations.append(cls)
+
+
+def registrations() -> int:
+    """How often `register` was called: what was read before the last time may read differently now."""
+    return len(_registrations)
 
 
 def registered(cls: type) -> Registered | None:
@@ -184,8 +203,8 @@ class Layout:
 
     def below(self, path: Path) -> bool:
         """Is anything declared beneath this place?"""
-        prefix = dotted(path) + "."
-        return any(key.startswith(prefix) for key in self.declared)
+        prefix = normal(dotted(path)) + "." if path else ""
+        return any(key.startswith(prefix) and key != "" for key in self.declared)
 
     def check_used(self, used: set[str], known: Iterable[str]) -> None:
         """Raise for a key that matched nothing, naming the nearest path."""

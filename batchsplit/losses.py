@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +12,7 @@ from torch import Tensor
 
 from batchsplit.cutter import Cut, SubBatch
 from batchsplit.errors import LossError
-from batchsplit.precision import Sums
-from batchsplit.weights import wide
+from batchsplit.precision import SHORT, Sums
 
 
 @dataclass
@@ -23,24 +23,38 @@ class Accumulated:
     terms: dict[str, Tensor]
     outputs: Any = None
     bad: tuple[int, str, float] | None = None  # the first loss that is not finite: sub-batch, term, value
+    bad_rank: int | None = None  # where that was, if not here
     grad_norm: Tensor | None = None  # of the whole gradient, where whoever had it added up has looked
     cut: Cut | None = None  # the cut that ran: another than the one given, where memory ran out
 
 
-@dataclass
 class Losses:
-    """The losses of the sub-batches that ran, kept on their device until all have."""
+    """The losses of the sub-batches that ran, term by term, kept on their device until all have."""
 
-    names: list[str] = field(default_factory=list)
-    values: list[list[Tensor]] = field(default_factory=list)  # by sub-batch, then by term
-    shares: list[list[float]] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.names: tuple[str, ...] = ()  # ("",) for a loss without terms
+        self.values: list[Tensor] = []
+        self.shares: list[float] = []
+        self.indices: list[int] = []  # one for each sub-batch
+
+    def add(self, sub: SubBatch, names: tuple[str, ...], values: list[Tensor], shares: list[float]) -> None:
+        """Note the terms of one sub-batch."""
+        if not self.indices:
+            self.names = names
+        elif names != self.names:
+            if set(names) != set(self.names):
+                raise LossError(f"loss_fn returned the terms {list(names)} for {sub!r}, and {list(self.names)} before.")
+            order = [names.index(name) for name in self.names]
+            values, shares = [values[i] for i in order], [shares[i] for i in order]
+        self.values += values
+        self.shares += shares
+        self.indices.append(sub.index)
 
     def keep(self, count: int, moved: Mapping[int, int]) -> None:
-        """Forget all but the first `count`, whose sub-batches now have other indices."""
-        for column in (self.values, self.shares, self.indices):
-            del column[count:]
-        self.indices[:] = [moved[i] for i in self.indices]
+        """Forget all but the first `count` sub-batches, which now have other indices."""
+        for column in (self.values, self.shares):
+            del column[count * len(self.names) :]
+        self.indices = [moved[i] for i in self.indices[:count]]
 
 
 def weighed(loss: Any, sub: SubBatch, losses: Losses, sums: Sums | None) -> tuple[Tensor | None, float]:
@@ -50,69 +64,87 @@ def weighed(loss: Any, sub: SubBatch, losses: Losses, sums: Sums | None) -> tupl
     result is what the gradients are yet to be multiplied by, as adding them up: 1, but for a loss of 16 bits.
     """
     share = sub.share
-    terms = dict(loss) if isinstance(loss, Mapping) else {"": loss}
-    by_name = _by_name(terms, share, loss)
+    plain = type(loss) is Tensor and type(share) is float  # the usual case; asking for a Mapping takes ten times as long
+    if not plain and (isinstance(loss, Mapping) or isinstance(share, Mapping)):
+        return _weighed_terms(loss, share, sub, losses, sums)
+    _check_scalar(loss, "", sub)
+    if share and not loss.requires_grad:
+        raise LossError(_no_grad(sub))
+    losses.add(sub, ("",), [loss.detach()], [share])
+    if not share:
+        return None, 1.0
+    rest = 1.0 if sums is None or loss.dtype not in SHORT else sums.rest_of(((share, loss.dtype),))
+    return loss * (share / rest), rest
+
+
+def _weighed_terms(
+    loss: Any, share: Any, sub: SubBatch, losses: Losses, sums: Sums | None
+) -> tuple[Tensor | None, float]:
+    by_name = _by_name(loss, share)
+    terms = {name: loss[name] for name in by_name}
     for name, term in terms.items():
-        _check_scalar(term, name, sub, wants_grad=by_name[name] != 0)
-    rest = 1.0 if sums is None else sums.rest_of((by_name[name], term.dtype) for name, term in terms.items())
-    kept = [term * (by_name[name] / rest) for name, term in terms.items() if by_name[name] != 0]
-    if not losses.indices:
-        losses.names = list(terms)
-    elif terms.keys() != set(losses.names):
-        raise LossError(f"loss_fn returned the terms {list(terms)} for {sub!r}, and {losses.names} before.")
-    losses.values.append([terms[name].detach() for name in losses.names])
-    losses.shares.append([by_name[name] for name in losses.names])
-    losses.indices.append(sub.index)
-    with_grad = [term for term in kept if term.requires_grad]
-    if kept and not with_grad:
-        raise LossError(_no_grad(sub, ""))
-    return (sum(with_grad[1:], with_grad[0]) if with_grad else None), rest
+        _check_scalar(term, name, sub)
+    losses.add(sub, tuple(terms), [term.detach() for term in terms.values()], list(by_name.values()))
+    counted = [name for name in terms if by_name[name]]
+    learned = [name for name in counted if terms[name].requires_grad]
+    if not counted:
+        return None, 1.0
+    if not learned:
+        raise LossError(_no_grad(sub))
+    rest = 1.0 if sums is None else sums.rest_of((by_name[name], terms[name].dtype) for name in learned)
+    parts = [terms[name] * (by_name[name] / rest) for name in learned]
+    return sum(parts[1:], parts[0]), rest
 
 
-def _by_name(terms: dict[str, Any], share: Any, loss: Any) -> dict[str, float]:
-    if not isinstance(share, Mapping):
-        return dict.fromkeys(terms, share)
+def _by_name(loss: Any, share: Any) -> dict[str, float]:
+    """The share of each term, in the order of the weights (or of the loss, under one weight)."""
     if not isinstance(loss, Mapping):
-        raise LossError(f"weight names the terms {sorted(share)}, but loss_fn returned one loss: return a mapping of them.")
-    for name in terms.keys() - share.keys():
-        raise LossError(f'the loss term "{name}" has no weight: add it to weight={{...}} (None for a sum, "once" for a penalty).')
-    for name in share.keys() - terms.keys():
-        raise LossError(f'weight names a term "{name}" that loss_fn did not return; it returned {sorted(terms)}.')
+        raise LossError(
+            f"weight names the terms {sorted(share)}, but loss_fn returned one loss: return a mapping of them."
+        )
+    if not isinstance(share, Mapping):
+        return dict.fromkeys(loss, share)
+    for name in loss.keys() - share.keys():
+        raise LossError(
+            f'the loss term "{name}" has no weight: add it to weight={{...}} (None for a sum, "once" for a penalty).'
+        )
+    for name in share.keys() - loss.keys():
+        raise LossError(f'weight names a term "{name}" that loss_fn did not return; it returned {sorted(loss)}.')
     return dict(share)
 
 
-def _check_scalar(term: Any, name: str, sub: SubBatch, wants_grad: bool) -> None:
-    what = f'the term "{name}"' if name else "the loss"
+def _check_scalar(term: Any, name: str, sub: SubBatch) -> None:
+    if isinstance(term, Tensor) and not term.dim():
+        return
+    what = f'the term "{name}" of sub-batch {sub.index}' if name else f"the loss of sub-batch {sub.index}"
     if not isinstance(term, Tensor):
-        raise LossError(f"{what} of sub-batch {sub.index} is a {type(term).__name__}: loss_fn has to return a scalar tensor.")
-    if term.dim():
-        raise LossError(f"{what} of sub-batch {sub.index} has shape {tuple(term.shape)}: reduce it, with .mean() or .sum().")
-    if wants_grad and not name and not term.requires_grad:
-        raise LossError(_no_grad(sub, name))
+        raise LossError(f"{what} is a {type(term).__name__}: loss_fn has to return a scalar tensor.")
+    raise LossError(f"{what} has shape {tuple(term.shape)}: reduce it, with .mean() or .sum().")
 
 
-def _no_grad(sub: SubBatch, name: str) -> str:
+def _no_grad(sub: SubBatch) -> str:
     return (
-        f"the loss of sub-batch {sub.index} has no gradient: was it detached, or computed under no_grad or with frozen parameters?"
+        f"the loss of sub-batch {sub.index} has no gradient: "
+        "was it detached, or computed under no_grad or with frozen parameters?"
     )
 
 
 def total(losses: Losses, cut: Cut, outputs: list[Any]) -> Accumulated:
     """Σ share × loss by term and over all, with no more than one look at the device."""
+    stacked = torch.stack(losses.values)
+    kind, device = torch.promote_types(stacked.dtype, torch.float32), stacked.device
+    values = stacked.tolist()
     # a term of share 0 is NaN by rights, and is not counted
-    values = [torch.stack(row) if len(row) > 1 else row[0].reshape(1) for row in losses.values]
-    stacked = torch.stack(values)
-    kind = torch.promote_types(stacked.dtype, torch.float32)
-    share = torch.tensor(losses.shares, dtype=torch.float32 if stacked.device.type == "mps" else torch.float64)
-    share = share.to(stacked.device)
-    counted = torch.where(share == 0, 0, wide(stacked) * share)
-    by_term = counted.sum(0)
-    terms = {} if losses.names == [""] else dict(zip(losses.names, by_term.to(kind).unbind(), strict=True))
-    joined = cut.join(outputs) if any(output is not None for output in outputs) else None
-    result = Accumulated(by_term.sum().to(kind), terms, joined, cut=cut)
-    if not torch.isfinite(counted).all():
-        row, term = (~torch.isfinite(counted)).nonzero()[0].tolist()
-        result.bad = (losses.indices[row], losses.names[term], float(stacked[row, term]))
+    counted = [value * share if share else 0.0 for value, share in zip(values, losses.shares, strict=True)]
+    whole = sum(counted)
+    terms, count = {}, len(losses.names)
+    if losses.names != ("",):
+        terms = {n: torch.tensor(sum(counted[i::count]), dtype=kind, device=device) for i, n in enumerate(losses.names)}
+    joined = None if all(output is None for output in outputs) else cut.join(outputs)
+    result = Accumulated(torch.tensor(whole, dtype=kind, device=device), terms, joined, cut=cut)
+    if not math.isfinite(whole):  # NaN and infinity come through any sum
+        first = next((i for i, value in enumerate(counted) if not math.isfinite(value)), 0)
+        result.bad = (losses.indices[first // count], losses.names[first % count], values[first])
     return result
 
 
@@ -121,4 +153,5 @@ def raise_unless_finite(result: Accumulated, cut: Cut) -> None:
     if result.bad is not None:
         index, name, value = result.bad
         what = f'the term "{name}"' if name else "the loss"
-        raise LossError(f"{what} is {value} in {cut[index]!r}; nothing was stepped.")
+        where = f"{cut[index]!r}" if result.bad_rank is None else f"sub-batch {index} of rank {result.bad_rank}"
+        raise LossError(f"{what} is {value} in {where}; nothing was stepped.")

@@ -40,6 +40,7 @@ class Sums:
 
     def __init__(self, parameters: Sequence[Tensor], model: nn.Module | None = None) -> None:
         self.parameters, self.model, self.rest = parameters, model, 1.0
+        self.handles: list[RemovableHandle] = []
 
     @cached_property
     def can_weigh(self) -> bool:
@@ -69,7 +70,19 @@ class Sums:
             self.rest = rest
 
     def last(self) -> None:
-        """Before the backward that reduces the gradients among ranks."""
+        """Before the backward that reduces the gradients among ranks.
+
+        What they reduce has to be the gradient itself, for `rest` is another one on each rank.
+        """
+        rest = self.rest
+        self.weigh(1.0)
+        if rest != 1.0:
+            for p in self._as_they_are():
+                self.handles.append(p.register_hook(lambda grad: grad * rest))
+
+    def _as_they_are(self) -> Iterable[Tensor]:
+        """The parameters whose gradients add up in `.grad`."""
+        return self.parameters
 
     def settle(self) -> None:
         """After the last backward: `.grad` is the whole gradient, to be looked at, unscaled and clipped."""
@@ -77,6 +90,8 @@ class Sums:
 
     def close(self, failed: bool) -> None:
         """Leave each parameter with a gradient of the dtype it had before; after a failure, with the one it had."""
+        for handle in self.handles:
+            handle.remove()
 
     def _held(self) -> Iterator[Tensor]:
         return (p.grad for p in self.parameters if p.grad is not None)
@@ -112,6 +127,7 @@ class SumsByDtype(ShortSums):
             p.grad = self.before[p].float() if p in self.before else None
 
     def close(self, failed: bool) -> None:
+        super().close(failed)
         for p in self.short:
             total, p.grad = p.grad, None
             p.grad_dtype = p.dtype
@@ -131,7 +147,6 @@ class SumsByHook(ShortSums):
     def __init__(self, parameters: Sequence[Tensor], model: nn.Module | None = None) -> None:
         super().__init__(parameters, model)
         self.totals: dict[Tensor, Tensor] = {}
-        self.handles: list[RemovableHandle] = []
         self.reducing = False
 
     def open(self) -> None:
@@ -162,15 +177,15 @@ class SumsByHook(ShortSums):
     def last(self) -> None:
         # A parameter that this sub-batch does not use is reduced as it is, so its sum has to be there. One that it uses
         # gets its gradient added in 16 bits: so that is caught on its way, and the float32 sum written over the result.
-        self.reducing = True
+        rest, self.reducing = self.rest, True
+        super().last()
         for p in self.short:
             if p in self.totals:
                 p.grad = self._final(p)
-            self.handles.append(p.register_hook(lambda grad, p=p: self._add(p, grad)))
+            self.handles.append(p.register_hook(lambda grad, p=p: self._add(p, grad if rest == 1.0 else grad.float() * rest)))
 
     def _final(self, p: Tensor) -> Tensor:
-        total = self.totals[p]
-        return self._rounded(p, total if self.rest == 1.0 else total * self.rest)
+        return self._rounded(p, self.totals[p] if self.rest == 1.0 else self.totals[p] * self.rest)
 
     def settle(self) -> None:
         if not self.reducing:
@@ -180,11 +195,14 @@ class SumsByHook(ShortSums):
         super().settle()
 
     def close(self, failed: bool) -> None:
-        for handle in self.handles:
-            handle.remove()
+        super().close(failed)
         self.totals.clear()
         if failed:
             self._put_back()
+
+    def _as_they_are(self) -> Iterable[Tensor]:
+        short = set(self.short)
+        return [p for p in self.parameters if p not in short]
 
     def _held(self) -> Iterator[Tensor]:
         short = set(self.short)  # theirs is in the sums, or final already

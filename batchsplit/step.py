@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,10 +13,10 @@ from batchsplit.containers import map_leaves
 from batchsplit.cutter import Cut, SubBatch
 from batchsplit.errors import CutError
 from batchsplit.losses import Accumulated, Losses, raise_unless_finite, total, weighed
-from batchsplit.memory import Recovery
+from batchsplit.memory import BeginAgain, Recovery
 from batchsplit.plan import offsets
 from batchsplit.precision import Sums, summed
-from batchsplit.ranks import harmless, hold_back, several_ranks
+from batchsplit.ranks import Reduction, Turn, reduction_of, several_ranks
 from batchsplit.unsplit_draws import UnsplitDraws
 
 LossFn = Callable[[Any], Any]
@@ -58,13 +58,16 @@ def run_step(
         raise CutError(f"run_step wants a Cut, not a {type(cut).__name__}: write run_step(cutter.cut(batch), loss_fn).")
     check_randomness(randomness)
     parameters = [] if model is None else list(model.parameters())
-    with restored_on_error(model), summed(parameters, model, whole=len(cut) == 1) as sums:
+    reduction, own = reduction_of(model, sync), cut
+    reduction.check(False, randomness)
+    cut = reduction.agreed(lambda: own)
+    whole = len(cut) == 1 and reduction.ranks.count == 1
+    with restored_on_error(parameters), summed(parameters, model, whole=whole) as sums:
         result = accumulate(
             cut,
             loss_fn,
-            model=model,
             backward=backward,
-            sync=sync,
+            reduction=reduction,
             sums=sums if parameters else None,
             draws=UnsplitDraws(cut, loss_fn, model) if randomness == "whole" else None,
         )
@@ -79,9 +82,8 @@ def check_randomness(randomness: str) -> None:
 
 
 @contextmanager
-def restored_on_error(model: torch.nn.Module | None) -> Iterator[None]:
-    """Put the model's gradients back as they were, where an error (or an interrupt) comes out of the block."""
-    parameters = list(model.parameters()) if model is not None else []
+def restored_on_error(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Put gradients back as they were, where an error (or an interrupt) comes out of the block."""
     before = [None if p.grad is None else p.grad.clone() for p in parameters]
     try:
         yield
@@ -95,9 +97,8 @@ def accumulate(
     cut: Cut,
     loss_fn: LossFn,
     *,
-    model: torch.nn.Module | None = None,
     backward: Callable[[Tensor], Any] | None = None,
-    sync: Any = None,
+    reduction: Reduction | None = None,
     forward_context: Callable[[], AbstractContextManager[Any]] | None = None,
     device: Any = None,
     recovery: Recovery | None = None,
@@ -108,52 +109,105 @@ def accumulate(
 
     With a `recovery`, a sub-batch that runs out of memory is cut smaller, together with those still to come. `sums` is
     where gradients add up, where it is not for torch to do; `draws` where random numbers come from, where they are to be
-    the unsplit batch's.
+    the unsplit batch's. `reduction` is how gradients and losses get to other ranks: the loss is then that of the batch of
+    all of them.
     """
-    hold = hold_back(model, sync) if len(cut) > 1 or sync or recovery is not None else None
+    if reduction is None or reduction.idle:
+        return _run(cut, loss_fn, backward, None, forward_context, device, recovery, sums, draws)
+    try:
+        result = _run(cut, loss_fn, backward, reduction, forward_context, device, recovery, sums, draws)
+    except BeginAgain:
+        raise
+    except BaseException as error:
+        reduction.failed(tell=isinstance(error, Exception))
+        raise
+    return reduction.union(result)
+
+
+def _run(
+    cut: Cut,
+    loss_fn: LossFn,
+    backward: Callable[[Tensor], Any] | None,
+    reduction: Reduction | None,
+    forward_context: Callable[[], AbstractContextManager[Any]] | None,
+    device: Any,
+    recovery: Recovery | None,
+    sums: Sums | None,
+    draws: UnsplitDraws | None,
+) -> Accumulated:
+    """The sub-batches of this rank."""
     losses = Losses()
     outputs: dict[int, Any] = {}
 
-    def run(sub: SubBatch, last: bool) -> None:
-        """One sub-batch, with all that it needs in local variables of this frame, which an error can let go."""
-        with nullcontext() if hold is None or last else hold(), nullcontext() if draws is None else draws.of(sub):
-            data = sub.data if device is None else sub.to(device, non_blocking=_overlaps(device)).data
-            with nullcontext() if forward_context is None else forward_context():
-                loss, output = _with_outputs(loss_fn(data))
-            scaled, rest = weighed(loss, sub, losses, sums)
-            if recovery is not None:
-                recovery.sends_back()
-            if sums is not None:
-                sums.weigh(rest)
-                if last:
-                    sums.last()
-            if scaled is not None:
-                _send_back(scaled, backward)
-            elif hold is not None and last and model is not None:
-                with harmless(model):  # the last one carries the reduction for all ranks
-                    _send_back(_anyway(loss), backward)
-            outputs[sub.index] = output
+    def forward(sub: SubBatch) -> Any:
+        data = sub.data if device is None else sub.to(device, non_blocking=_overlaps(device)).data
+        if forward_context is None:
+            return loss_fn(data)
+        with forward_context():
+            return loss_fn(data)
 
-    todo = _order(cut, by_weight=hold is not None and draws is None)
+    def run(sub: SubBatch, turn: Turn | None = None) -> None:
+        """One sub-batch, with all that it needs in local variables of this frame, which an error can let go."""
+        loss, output = _with_outputs(forward(sub))
+        scaled, rest = weighed(loss, sub, losses, sums)
+        if recovery is not None:
+            recovery.sends_back()
+        if sums is not None:
+            sums.weigh(rest)
+            if turn is not None and turn.carries:
+                sums.last()
+        if turn is not None and reduction is not None:
+            if turn.silent:
+                if reduction.uncalled():
+                    forward(_spare(cut))
+                scaled = _anyway(loss)
+            if scaled is not None:
+                scaled = reduction.sends(scaled, turn)
+        if scaled is not None:
+            _send_back(scaled, backward)
+        outputs[sub.index] = output
+
+    def run_one(sub: SubBatch, last: bool) -> None:
+        """The same where something has to be held around it."""
+        if reduction is None:
+            with nullcontext() if draws is None else draws.of(sub):
+                return run(sub)
+        turn = reduction.turn(last, *_missing(sub.share), recovers=recovery is not None)
+        with reduction.around(turn), nullcontext() if draws is None else draws.of(sub):
+            run(sub, turn)
+        if turn.reduces:
+            if sums is not None and not turn.carries:
+                sums.last()
+            reduction.reduce(turn)
+        return None
+
+    by_weight = reduction is not None and reduction.hold is not None and draws is None
+    if reduction is not None:
+        reduction.begin(cut, lambda: forward(_spare(cut)))
+    todo = _order(cut, by_weight)
     while todo:
-        sub, failed = cut[todo[-1]], False
-        last = len(todo) == 1
+        sub, failed, last = todo[-1], False, len(todo) == 1
         if recovery is not None:
             recovery.begins()
         try:
-            run(sub, last)
+            if reduction is None and draws is None:
+                run(sub)
+            else:
+                run_one(sub, last)
         except Exception as error:
-            waited_for = hold is not None and last and several_ranks()
+            waited_for = last and reduction is not None and not reduction.recovers and several_ranks()
             failed = recovery is not None and not waited_for and recovery.caught(error, sub)
             if not failed:
                 error.add_note(f"This came up in {sub!r}; nothing was stepped.")
                 raise
         if failed and recovery is not None:  # and the error is gone, with all that it held
+            if reduction is not None:
+                reduction.again()
             before, cut = cut, recovery.smaller(cut, sub.index, outputs)
             moved = _moved(before, cut, outputs)
             losses.keep(len(outputs), moved)
             outputs = {moved[i]: output for i, output in outputs.items()}
-            todo = [i for i in _order(cut, by_weight=hold is not None and draws is None) if i not in outputs]
+            todo = [sub for sub in _order(cut, by_weight) if sub.index not in outputs]
         else:
             todo.pop()
     if sums is not None:
@@ -163,13 +217,18 @@ def accumulate(
     return total(losses, cut, [outputs[i] for i in range(len(cut))])
 
 
-def _order(cut: Cut, by_weight: bool) -> list[int]:
+def _order(cut: Cut, by_weight: bool) -> list[SubBatch]:
     """The sub-batches, what is to run first at the end; by weight, those of weight 0 run before all others.
 
     What runs last carries the gradient reduction among ranks, which waits for the parameters of every term.
     """
-    backwards = range(len(cut) - 1, -1, -1)
-    return sorted(backwards, key=lambda i: _missing(cut[i].share)) if by_weight else list(backwards)
+    backwards = list(cut)[::-1]
+    return sorted(backwards, key=lambda sub: _missing(sub.share)[0]) if by_weight else backwards
+
+
+def _spare(cut: Cut) -> SubBatch:
+    """A small sub-batch that has weight for as many terms as any, to be run for the other ranks' sake."""
+    return cut[min(range(len(cut)), key=lambda i: (_missing(cut[i].share)[0], cut[i].rows))]
 
 
 def _moved(before: Cut, after: Cut, kept: Iterable[int]) -> dict[int, int]:
@@ -178,9 +237,10 @@ def _moved(before: Cut, after: Cut, kept: Iterable[int]) -> dict[int, int]:
     return {i: index[starts[i]] for i in kept}
 
 
-def _missing(share: Any) -> int:
-    """How many terms a sub-batch says nothing about."""
-    return sum(s == 0 for s in (share.values() if isinstance(share, Mapping) else [share]))
+def _missing(share: Any) -> tuple[int, int]:
+    """How many terms a sub-batch says nothing about, and of how many."""
+    shares = list(share.values()) if isinstance(share, Mapping) else [share]
+    return shares.count(0), len(shares)
 
 
 def _overlaps(device: Any) -> bool:

@@ -33,8 +33,12 @@ def row_weight(data: Any) -> int:
 class Count:
     """A weight that adds up the elements of one leaf."""
 
-    def __init__(self, path: str | int, text: str, elements: Callable[[Any], Any]) -> None:
-        self.path, self.text, self.elements = normal(path), text, elements
+    def __init__(self, path: str | int, text: str) -> None:
+        self.path, self.text = normal(path), text
+
+    def elements(self, leaf: Any) -> Any:
+        """What is added up: a tensor or array like the leaf."""
+        raise NotImplementedError
 
     def __repr__(self) -> str:
         return self.text
@@ -76,17 +80,23 @@ def label_weight(path: str | int, ignore_index: int = -100, shifted: bool = Fals
     text = f"label_weight({path!r}" + (f", ignore_index={ignore_index}" if ignore_index != -100 else "")
     text += ", shifted=True)" if shifted else ")"
 
-    def elements(labels: Any) -> Any:
-        floating = labels.dtype.is_floating_point if isinstance(labels, torch.Tensor) else labels.dtype.kind == "f"
-        if floating:
-            raise WeightError(f"{text}: the labels are {labels.dtype}, not whole numbers; for a mask use mask_weight.")
-        if shifted:
-            if len(labels.shape) < 2:
-                raise WeightError(f"{text}: labels of shape {tuple(labels.shape)} have no width to shift along.")
-            labels = labels[:, 1:]
-        return labels != ignore_index
+    return _Labels(path, text, ignore_index, shifted)
 
-    return Count(path, text, elements)
+
+class _Labels(Count):
+    def __init__(self, path: str | int, text: str, ignore_index: int, shifted: bool) -> None:
+        super().__init__(path, text)
+        self.ignore_index, self.shifted = ignore_index, shifted
+
+    def elements(self, leaf: Any) -> Any:
+        floating = leaf.dtype.is_floating_point if isinstance(leaf, torch.Tensor) else leaf.dtype.kind == "f"
+        if floating:
+            raise WeightError(f"{self}: the labels are {leaf.dtype}, not whole numbers; for a mask use mask_weight.")
+        if self.shifted:
+            if len(leaf.shape) < 2:
+                raise WeightError(f"{self}: labels of shape {tuple(leaf.shape)} have no width to shift along.")
+            leaf = leaf[:, 1:]
+        return leaf != self.ignore_index
 
 
 def mask_weight(path: str | int) -> Count:
@@ -104,16 +114,17 @@ def mask_weight(path: str | int) -> Count:
         >>> [sub.share for sub in BatchCutter(rows=1, weight=mask_weight("mask")).cut(batch)]
         [0.75, 0.25]
     """
-    return Count(path, f"mask_weight({path!r})", _summable)
+    return _Mask(path, f"mask_weight({path!r})")
 
 
-def _summable(mask: Any) -> Any:
-    # bool and small integers would overflow or round when added up; NumPy and torch both widen these
-    if isinstance(mask, torch.Tensor) and mask.dtype.is_floating_point:
-        return wide(mask)
-    if isinstance(mask, np.ndarray) and mask.dtype.kind == "f":
-        return mask.astype(np.float64)
-    return mask
+class _Mask(Count):
+    def elements(self, leaf: Any) -> Any:
+        # Floats of 16 bits would round or overflow when added up; whole numbers are widened by the sum itself.
+        if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point:
+            return wide(leaf)
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f":
+            return leaf.astype(np.float64)
+        return leaf
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
