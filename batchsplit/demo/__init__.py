@@ -113,7 +113,6 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "system": platform.platform(),
         "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
     }
 
 

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -33,10 +33,10 @@ class CutTrainerMixin(_Base):
     It takes `cutter=BatchCutter(...)` and `coupled="warn"`, and passes all other arguments on. A training or prediction
     step runs the sub-batches of its batch one after another through the Trainer's own step; gradients, logged losses,
     predictions and metrics are those of the uncut batch. A loss that is divided by `num_items_in_batch` is added up as
-    it is; any other counts by its share. Which of the two it is, and whether it adds up over rows at all, is seen on the
-    first batch that is cut, in a few forwards without gradient. A weight of the cutter other than `row_weight` is taken
-    for yours; else labels are counted as the loss counts them. `coupled` says what losses and layers that mix the rows
-    of a batch get: "raise", "warn" (once) or "allow". After an error in a training step gradients are cleared.
+    it is; any other counts by its share. Which of the two it is, and whether it adds up over rows at all, is seen on
+    the first batch that is cut, in a few forwards without gradient. A weight of the cutter other than `row_weight` is
+    taken for yours; else labels are counted as the loss counts them. `coupled` says what losses and layers that mix the
+    rows of a batch get: "raise", "warn" (once) or "allow". After an error in a training step gradients are cleared.
 
     Raises:
         CutError: the cutter has named weights or a limit that is to be found by memory; DataParallel, SageMaker's model
@@ -51,8 +51,7 @@ class CutTrainerMixin(_Base):
         check_trainer(self)
         self.cutter, self.coupled = cutter, coupled
         self._weighted: dict[str, BatchCutter] = {}
-        self._asked: dict[bool, bool] = {}  # with a count and without: does the loss divide by it?
-        self._watched = Coupled(self.model, coupled)
+        self._learn_anew()
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:  # type: ignore[override]
         """Forward and backward of every sub-batch; the loss of the whole batch, detached."""
@@ -61,12 +60,14 @@ class CutTrainerMixin(_Base):
         check_ranks(self, whole)
         if len(whole) == 1:
             return step(model, inputs, num_items_in_batch)
+        if self._learned_of is not self.model:  # model_init has made another one
+            self._learn_anew()
         model.train()  # as the step is about to do
         self._watched.look(stacklevel=3)
         takes = self._ask(model, inputs, num_items_in_batch)
         cut = self._weighed(inputs, takes)
         if takes and num_items_in_batch is not None and not num_items_in_batch > 0:
-            raise WeightError("num_items_in_batch is 0: every label of these batches is ignored, so there is nothing to step on.")
+            raise WeightError("num_items_in_batch is 0: every label is ignored, so there is nothing to step on.")
         factors = [self._factor(sub, takes) for sub in cut]
         losses = []
         with _cleared_on_error(model), summed(list(model.parameters()), model) as sums:
@@ -85,7 +86,8 @@ class CutTrainerMixin(_Base):
         self, model: torch.nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **kwargs: Any
     ) -> tuple[Any, Any, Any]:
         """Loss, outputs and labels of a batch, its sub-batches run one after another and joined in its order."""
-        predict = partial(super().prediction_step, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys, **kwargs)
+        kwargs.update(prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys)
+        predict = partial(super().prediction_step, **kwargs)
         whole = self.cutter.cut(inputs)
         check_ranks(self, whole)
         if len(whole) == 1:
@@ -103,6 +105,11 @@ class CutTrainerMixin(_Base):
         loss = None if losses[0] is None else _total(losses, losses[0].dtype)
         return loss, _joined(cut, logits), _joined(cut, labels)
 
+    def _learn_anew(self) -> None:
+        self._learned_of = self.model
+        self._watched = Coupled(cast(torch.nn.Module, self.model), self.coupled)
+        self._asked: dict[bool, bool] = {}  # with a count and without: does the loss divide by it?
+
     def _weighed(self, inputs: Any, takes: bool) -> Cut:
         """The cut of a batch by your weight, or by the one that fits its labels where you gave none."""
         if self.cutter.weight is not row_weight:
@@ -113,11 +120,11 @@ class CutTrainerMixin(_Base):
 
     def _ask(self, model: torch.nn.Module, inputs: Any, count: Any) -> bool:
         """Does the loss divide by the count? Asked once, when a batch is first cut."""
-        if self._watched.model is not self.model:  # model_init has made another one
-            self._watched, self._asked = Coupled(self.model, self.coupled), {}
         known = self._asked.get(count is not None)
         if known is not None:
             return known
+        if not shards(self):
+            model = self.accelerator.unwrap_model(model)  # the forwards of DistributedDataParallel wait for other ranks
         asked = Asked(self, model, self.cutter, inputs, count)
         takes = asked.takes_count()
         cut = self._weighed(inputs, takes)
@@ -176,7 +183,7 @@ class CutTrainerMixin(_Base):
         def scaled(*args: Any, **kwargs: Any) -> Any:
             returned = compute_loss(*args, **kwargs)
             loss = returned[0] if isinstance(returned, tuple) else returned
-            by = factor if isinstance(factor, float) else factor(kwargs.get("num_items_in_batch") is not None)
+            by = factor(kwargs.get("num_items_in_batch") is not None) if callable(factor) else factor
             rest = 1.0 if sums is None else sums.rest_of(((by, loss.dtype),))
             if sums is not None:
                 sums.weigh(rest)
@@ -213,8 +220,10 @@ class CutTrainer(CutTrainerMixin, Trainer):
         >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=1))
         >>> ids = torch.randint(20, (12, 8))
         >>> data = [{"input_ids": row, "labels": row} for row in ids]
-        >>> args = TrainingArguments(tempfile.mkdtemp(), per_device_train_batch_size=6, num_train_epochs=1, use_cpu=True,
-        ...     save_strategy="no", report_to="none", disable_tqdm=True)
+        >>> args = TrainingArguments(
+        ...     tempfile.mkdtemp(), per_device_train_batch_size=6, num_train_epochs=1, use_cpu=True,
+        ...     save_strategy="no", report_to="none", disable_tqdm=True,
+        ... )
         >>> CutTrainer(model, args, train_dataset=data, cutter=BatchCutter(rows=2)).train().global_step
         {'train_runtime': ...}
         2

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from accelerate.utils import DistributedType
 from transformers import Trainer
-from transformers.utils import is_sagemaker_mp_enabled
+from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
 from batchsplit.cutter import BatchCutter, Cut
 from batchsplit.errors import CutError
@@ -21,9 +22,10 @@ def check_cutter(cutter: Any) -> None:
         raise CutError(
             f'{cutter!r}: a CutTrainer does not look for what fits in memory. Give a number, or use a StepDriver.'
         )
-    if isinstance(cutter.weight, dict) or cutter.weight == "once":
+    if isinstance(cutter.weight, Mapping) or cutter.weight == "once":
         raise CutError(
-            f"weight={cutter.weight!r:.60}: a Trainer has one loss without named terms. Leave weight out, or give one weight."
+            f"weight={cutter.weight!r:.60}: a Trainer has one loss, without named terms. "
+            "Leave weight out, or give one weight."
         )
 
 
@@ -39,15 +41,17 @@ def check_trainer(trainer: Trainer) -> None:
         raise CutError("SageMaker's model parallelism cuts batches and runs the backward itself: use Trainer with it.")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise CutError(
-            "DeepSpeed steps inside the backward, so each sub-batch would be a step: use DDP or FSDP, or DeepSpeed's own "
-            "gradient accumulation."
+            "DeepSpeed steps inside the backward, so each sub-batch would be a step: use DDP or FSDP, or DeepSpeed's "
+            "own gradient accumulation."
         )
     parallel = getattr(accelerator, "parallelism_config", None)
     if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
         raise CutError("context and sequence parallelism cut batches along their width: use Trainer with them.")
     optimizer = str(getattr(args.optim, "value", args.optim))
     if "lomo" in optimizer or "layerwise" in optimizer:
-        raise CutError(f'optim="{optimizer}" steps inside the backward, so each sub-batch would be a step: use another optimizer.')
+        raise CutError(
+            f'optim="{optimizer}" steps inside the backward, so each sub-batch would be a step: use another optimizer.'
+        )
     if args.auto_find_batch_size:
         raise CutError(
             "auto_find_batch_size=True makes the mathematical batch smaller when memory runs out, which is another "
@@ -57,9 +61,10 @@ def check_trainer(trainer: Trainer) -> None:
 
 def shards(trainer: Trainer) -> bool:
     """Is the model sharded among ranks, so that every forward is theirs together?"""
-    accelerator = trainer.accelerator
-    sharded = accelerator.distributed_type == DistributedType.FSDP or hasattr(trainer.model, "set_requires_gradient_sync")
-    return sharded and accelerator.num_processes > 1
+    if trainer.accelerator.num_processes == 1:
+        return False
+    fsdp = trainer.accelerator.distributed_type == DistributedType.FSDP
+    return fsdp or hasattr(trainer.model, "set_requires_gradient_sync")
 
 
 def check_ranks(trainer: Trainer, cut: Cut) -> None:
@@ -67,7 +72,8 @@ def check_ranks(trainer: Trainer, cut: Cut) -> None:
     if not shards(trainer):
         return
     accelerator = trainer.accelerator
-    counts = accelerator.gather(torch.tensor([len(cut)], device=accelerator.device)).tolist()
+    mine = torch.tensor([len(cut)], device=accelerator.device)
+    counts = cast(torch.Tensor, accelerator.gather(mine)).tolist()
     if len(set(counts)) > 1:
         raise CutError(
             f"FSDP, and the ranks cut their batches into {counts} sub-batches: forwards are the ranks' together, so "

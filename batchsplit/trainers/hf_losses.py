@@ -28,8 +28,8 @@ TOKEN_MEANS = (ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification)
 def default_weight(trainer: Trainer, inputs: Any, takes_count: bool) -> Weight:
     """The denominator of the mean loss of a batch, for a cutter that names none.
 
-    Rows where there are no labels or where they are no whole numbers; else labels other than -100, after the shift where
-    the loss shifts them.
+    Rows where there are no labels or where they are no whole numbers; else labels other than -100, after the shift
+    where the loss shifts them.
 
     Raises:
         CutError: nobody can know what a loss of your own is a mean over.
@@ -41,8 +41,7 @@ def default_weight(trainer: Trainer, inputs: Any, takes_count: bool) -> Weight:
         return label_weight("shift_labels")
     if labels.dim() == 1:
         return label_weight("labels")
-    shifted = _count_is_shifted(trainer) if takes_count else _loss_is_shifted(trainer)
-    if shifted is None:
+    if not takes_count and not _is_token_mean(trainer):
         raise CutError(
             f"labels of shape {tuple(labels.shape)}, and the loss is {_whose(trainer)}, which does not divide by "
             "num_items_in_batch: it is a mean, and what over can't be known. Say so: "
@@ -50,7 +49,8 @@ def default_weight(trainer: Trainer, inputs: Any, takes_count: bool) -> Weight:
             'weight=label_weight("labels") for all labels but -100, weight=lambda data: len(data["labels"]) for rows, '
             "weight=None for a sum."
         )
-    return label_weight("labels", shifted=shifted)
+    smoothed = not takes_count and trainer.label_smoother is not None
+    return label_weight("labels", shifted=_is_causal(trainer) or (not smoothed and _count_is_shifted(trainer)))
 
 
 def _plain(trainer: Trainer) -> Any:
@@ -60,22 +60,25 @@ def _plain(trainer: Trainer) -> Any:
 
 
 def _count_is_shifted(trainer: Trainer) -> bool:
-    """Does the Trainer count `labels[..., 1:]`?"""
+    """Does the Trainer count `labels[..., 1:]`? (Not for every causal model: GPT-2's class says nothing of its loss.)"""
     model = _plain(trainer)
     decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return decoder and LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss  # type: ignore[arg-type]
+    return decoder and _loss_type(model) is ForCausalLMLoss
 
 
-def _loss_is_shifted(trainer: Trainer) -> bool | None:
-    """Is a mean over tokens taken after the causal shift? None where it may be no mean over tokens at all."""
+def _is_causal(trainer: Trainer) -> bool:
+    return type(_plain(trainer)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _loss_type(model: Any) -> Any:
+    return LOSS_MAPPING.get(getattr(model, "loss_type", None) or "")
+
+
+def _is_token_mean(trainer: Trainer) -> bool:
+    """Is the loss Transformers' own, and a mean over labels other than -100?"""
     if _own_loss(trainer):
-        return None
-    model = _plain(trainer)
-    if trainer.label_smoother is not None:
-        return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    if LOSS_MAPPING.get(getattr(model, "loss_type", None)) in TOKEN_MEANS:  # type: ignore[arg-type]
-        return _count_is_shifted(trainer)
-    return None
+        return False
+    return trainer.label_smoother is not None or _loss_type(_plain(trainer)) in TOKEN_MEANS or _is_causal(trainer)
 
 
 def _own_loss(trainer: Trainer) -> bool:
@@ -119,7 +122,7 @@ class Asked:
         self.whole = self._loss(self._head(), count)
 
     def _head(self) -> Any:
-        return self.cutter.cut(self.inputs)[self.which].data  # fresh containers each time: compute_loss may pop from them
+        return self.cutter.cut(self.inputs)[self.which].data  # new containers each time: compute_loss may pop from them
 
     def takes_count(self) -> bool:
         """Is the loss a sum over `num_items_in_batch`, and not a mean of its own?
@@ -132,7 +135,7 @@ class Asked:
         once, twice = self.whole, self._loss(self._head(), self.count * 2)
         if not abs(once) > 0:  # NaN as well
             raise LossError(
-                f"the loss of {len_text(self._rows())} is {once}, so it can't be seen whether it is divided by "
+                f"the loss of {self._rows()} rows is {once}, so it can't be seen whether it is divided by "
                 "num_items_in_batch or is a mean. Leave such rows out of the first batch."
             )
         if _close(once, twice, self._tolerance()):
@@ -140,15 +143,13 @@ class Asked:
         if _close(once, 2 * twice, self._tolerance()):
             return True
         raise CutError(
-            f"the loss is {once:.6g}, and {twice:.6g} when num_items_in_batch is doubled: a part of it is divided by the "
-            "count and a part is not (a router's load-balancing loss?), so no share makes its sub-batches add up. "
+            f"the loss is {once:.6g}, and {twice:.6g} when num_items_in_batch is doubled: a part of it is divided by "
+            "the count and a part is not (a router's load-balancing loss?), so no share makes its sub-batches add up. "
             "Leave that part out (router_aux_loss_coef=0), or divide all of the loss by num_items_in_batch."
         )
 
     def against_halves(self, weight: Any, takes_count: bool) -> str | None:
         """Why the loss of some rows is not that of their halves put together; None where it is."""
-        if self._rows() < 2:
-            return None
         halves = changed(self.cutter, rows=None, parts=2, weight=weight)
         try:
             shares = [1.0, 1.0] if takes_count else [half.share for half in halves.cut(self._head())]
@@ -162,9 +163,9 @@ class Asked:
             return None
         divided = "num_items_in_batch" if takes_count else f"weight={name_of(weight)}"
         return (
-            f"the loss of {self._rows()} rows is {self.whole:.6g}, and that of their halves, put together by {divided}, "
-            f"{sum(losses):.6g}: cut training is not exact. Either the loss is a mean over something else: write "
-            "BatchCutter(..., weight=...) for what it is divided by; or it compares rows with one another "
+            f"the loss of {self._rows()} rows is {self.whole:.6g}, and that of their halves, put together by "
+            f"{divided}, {sum(losses):.6g}: cut training is not exact. Either the loss is a mean over something else: "
+            "write BatchCutter(..., weight=...) for what it is divided by; or it compares rows with one another "
             "(contrastive, pairs, a router's load): then no cut of the batch adds up. "
             'batchsplit.check(...) says more; coupled="allow" accepts it.'
         )
@@ -186,10 +187,6 @@ class Asked:
         short = self._short or self.trainer.accelerator.mixed_precision != "no"
         dtypes = {p.dtype for p in self.model.parameters()}
         return 2e-2 if short or dtypes & {torch.bfloat16, torch.float16} else 1e-3
-
-
-def len_text(rows: int) -> str:
-    return "1 row" if rows == 1 else f"{rows} rows"
 
 
 def changed(cutter: BatchCutter, **values: Any) -> BatchCutter:
