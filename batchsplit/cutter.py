@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain, count, repeat
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -141,12 +142,8 @@ class Cut(Sequence[SubBatch]):
         return SubBatch(self, which, self._data(which))
 
     def __iter__(self) -> Iterator[SubBatch]:
-        index = 0
-        for piece in self._pieces:
-            build = piece.reading.root.build
-            for row in zip(*piece.columns, strict=True):
-                yield SubBatch(self, index, build(row))
-                index += 1
+        datas = chain.from_iterable(map(Piece.datas, self._pieces))
+        return map(SubBatch, repeat(self), count(), datas)
 
     def _again(self, sizes: Sequence[Sequence[int]]) -> Cut:
         """The same batch cut anew, each loader batch in these sizes; weights are parts of the same whole."""
@@ -204,6 +201,10 @@ class Piece:
 
     def data(self, index: int) -> Any:
         return self.reading.root.build([column[index] for column in self.columns])
+
+    def datas(self) -> Iterator[Any]:
+        """The data of each sub-batch."""
+        return self.reading.root.build_all(zip(*self.columns, strict=True))
 
     def rows(self, rows: slice) -> list[Any]:
         """The leaves of any range of rows."""

@@ -174,7 +174,7 @@ class Shared(Kind):
 
 DECLARED_SHARED = Shared("as declared", lambda leaf, rows: True)
 SCALAR = Shared("it has no rows", lambda leaf, rows: not getattr(leaf, "ndim", 0))
-BROADCAST = Shared("its first axis is 1", lambda leaf, rows: leaf.shape[0] == 1 != rows)
+BROADCAST = Shared("its first axis is 1", lambda leaf, rows: leaf.shape[:1] == (1,) and rows != 1)
 
 
 class OtherList(Kind):

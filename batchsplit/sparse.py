@@ -19,7 +19,7 @@ class Coordinates(Kind):
     broadcasts = True
 
     def count(self, leaf: Any) -> int:
-        return leaf.shape[0] if leaf.layout is torch.sparse_coo else -1
+        return leaf.shape[0] if leaf.layout is torch.sparse_coo and leaf.dim() else -1
 
     def cut(self, leaf: Any, spans: Spans) -> Sequence[Any]:
         if len(spans.sizes) == 1:

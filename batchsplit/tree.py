@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 from batchsplit.codecs import Codec
@@ -32,6 +32,9 @@ class Leaf:
 
     def build(self, values: Sequence[Any]) -> Any:
         return values[0]
+
+    def build_all(self, rows: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        return (row[0] for row in rows)
 
     def fill(self, values: Iterator[Any]) -> Any:
         return next(values)
@@ -66,6 +69,14 @@ class Branch:
         if self.flat and self.codec.plain:  # the usual case, and the fastest
             return self.codec.make(None, self.keys, values)
         return self.fill(iter(values))
+
+    def build_all(self, rows: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        """A container of each row of leaves: as `build`, one after the other, for little more than the containers cost."""
+        if self.flat and self.type is tuple:
+            return iter(rows)
+        if self.flat and self.type is dict:
+            return map(dict, map(zip, repeat(self.keys), rows))
+        return map(self.build, rows)
 
     def fill(self, values: Iterator[Any]) -> Any:
         original = None if self.codec.plain else next(values)
