@@ -16,10 +16,10 @@ from batchsplit.explain import explain
 from batchsplit.group import Group
 from batchsplit.layout import Layout
 from batchsplit.leaves import Spans
+from batchsplit.moving import moved, pinned
 from batchsplit.plan import check_limit, even_sizes, limited_sizes, ranges, shared_out
 from batchsplit.reading import Reading, read
 from batchsplit.sharing import Shares
-from batchsplit.special import moved
 from batchsplit.weights import Weight, check_weight, row_weight
 
 PLANS = 8  # readings of the last batch structures that a cutter keeps, to be tried on the next batch

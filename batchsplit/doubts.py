@@ -54,21 +54,23 @@ def first_axis(path: Path, value: Any, count: int, rows: int, source: str, root:
 
 def disagreement(found: list[tuple[Path, Any, int]], root: str) -> str:
     """Leaves that disagree on the number of rows: all of them, and a remedy for those in the minority."""
-    rows = Counter(count for _, _, count in found).most_common(1)[0][0]  # at a tie, the first leaf's
+    sizes = Counter(count for _, _, count in found)
+    likely = [count for count, times in sizes.items() if times == max(sizes.values())]
     every = ", ".join(f"{shown(path, root)} has {count} ({looks(value)})" for path, value, count in found)
-    odd = [(path, value) for path, value, count in found if count != rows]
     text = f"the leaves disagree on the number of rows: {every}."
     common = _common_axis([value for _, value, _ in found])
     if common is not None:
         marks = ", ".join(f'"{dotted(path)}": axis({common})' for path, _, _ in found)
         return f"{text} If their rows lie on axis {common}, write layout={{{marks}}}."
-    advice = "; ".join(_remedy(path, value, rows) for path, value in odd)
-    return f"{text} If the batch has {rows} rows: {advice}."
+    for rows in likely:
+        advice = "; ".join(_remedy(path, value, rows) for path, value, count in found if count != rows)
+        text += f" If the batch has {rows} rows: {advice}."
+    return text
 
 
 def _common_axis(values: list[Any]) -> int | None:
     """An axis other than the first on which all leaves agree, as time-first batches do."""
-    shapes = [tuple(getattr(value, "shape", ())) for value in values]
+    shapes: list[tuple[int, ...]] = [tuple(getattr(value, "shape", ())) for value in values]
     if len(shapes) < 2 or any(len(shape) < 3 for shape in shapes):
         return None
     return 1 if len({shape[1] for shape in shapes}) == 1 else None

@@ -275,7 +275,7 @@ class StepDriver:
         """For optimizers such as LBFGS that evaluate the loss again and again, each time at other parameters."""
         before = [p.detach().clone() for p in self._parameters]
 
-        def closure() -> Tensor:
+        def closure() -> Any:  # a tensor: torch says float, and takes both
             return self._gradients(cut).loss
 
         try:
@@ -325,7 +325,7 @@ def _forward_context(autocast: Any, model: torch.nn.Module) -> Callable[[], Abst
     if hasattr(autocast, "__enter__"):
         return lambda: autocast
     if callable(autocast):
-        return autocast
+        return lambda: autocast()
     raise CutError(f"autocast={autocast!r}: write a dtype like torch.bfloat16, a torch.autocast, or a function that returns one.")
 
 

@@ -77,7 +77,25 @@ class group:
         if held:
             yield Group(tuple(held))
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader, its samplers and its dataset, those of them that ask for it, which epoch is to come."""
+        set_epoch(self.loader, epoch)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "loader" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` on a loader, or else on whichever of its samplers and dataset have it."""
+    if callable(getattr(loader, "set_epoch", None)):
+        loader.set_epoch(epoch)
+        return
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for part in (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if callable(getattr(part, "set_epoch", None)):
+            part.set_epoch(epoch)  # type: ignore[union-attr]
+    dataset = getattr(loader, "dataset", None)
+    if callable(getattr(dataset, "set_epoch", None)):
+        dataset.set_epoch(epoch)  # type: ignore[union-attr]

@@ -23,11 +23,12 @@ class Jagged(Kind):
     def cut(self, leaf: Any, spans: Spans) -> Sequence[Any]:
         if len(spans.sizes) == 1:
             return [leaf]
-        axis, values = leaf._ragged_idx - 1, leaf.values()
+        axis = leaf._ragged_idx - 1
         ends, offsets = _offsets(leaf.offsets(), spans)
         lengths = [None] * len(offsets) if leaf.lengths() is None else _lengths(leaf.lengths(), spans)
         return [
-            _nested(values.narrow(axis, start, stop - start), own, length, leaf)
+            # (each part asks for the values anew: backward through one frees what it used of them)
+            _nested(leaf.values().narrow(axis, start, stop - start), own, length, leaf)
             for (start, stop), own, length in zip(pairwise(ends), offsets, lengths)
         ]
 

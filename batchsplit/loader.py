@@ -6,15 +6,16 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from batchsplit.cutter import BatchCutter, Cut
+from batchsplit.group import set_epoch
 
 
 class CutLoader:
     """Wraps a loader (any iterable of batches): one iteration gives one mathematical batch as one Cut.
 
     It has the loader's length (`len` raises TypeError where the loader has none), and hands attributes such as
-    `dataset`, `sampler`, `batch_size`, `set_epoch`, `state_dict` and `load_state_dict` through to it. It never reads
-    ahead, so a `state_dict` taken between steps is the loader's own; taken amid the sub-batches of a cut, it counts that
-    batch as consumed.
+    `dataset`, `sampler`, `batch_size`, `state_dict` and `load_state_dict` through to it. It never reads ahead, so a
+    `state_dict` taken between steps is the loader's own; taken amid the sub-batches of a cut, it counts that batch as
+    consumed.
 
     Raises:
         CutError: on iteration, where a batch can't be cut.
@@ -37,6 +38,10 @@ class CutLoader:
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader, its samplers and its dataset, those of them that ask for it, which epoch is to come."""
+        set_epoch(self.loader, epoch)
 
     def __getattr__(self, name: str) -> Any:
         # Not for dunders, nor before __init__: copying and unpickling ask for attributes of an empty object.

@@ -92,8 +92,8 @@ def _weighed_terms(
     if not learned:
         raise LossError(_no_grad(sub))
     rest = 1.0 if sums is None else sums.rest_of((by_name[name], terms[name].dtype) for name in learned)
-    parts = [terms[name] * (by_name[name] / rest) for name in learned]
-    return sum(parts[1:], parts[0]), rest
+    first, *others = [terms[name] * (by_name[name] / rest) for name in learned]
+    return sum(others, first), rest
 
 
 def _by_name(loss: Any, share: Any) -> dict[str, float]:

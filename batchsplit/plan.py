@@ -75,7 +75,7 @@ def shared_out(parts: int, rows: Sequence[int]) -> list[int]:
     if len(rows) == 1:
         return [max(1, min(parts, rows[0]))]
     given = [1] * len(rows)
-    queue = [(-count, i) for i, count in enumerate(rows) if count > 1]  # the largest sub-batches first
+    queue: list[tuple[float, int]] = [(-count, i) for i, count in enumerate(rows) if count > 1]  # the largest sub-batches first
     heapify(queue)
     for _ in range(parts - len(rows)):
         if not queue:

@@ -43,7 +43,7 @@ class Coordinates(Kind):
         return cut
 
     def fits(self, leaf: Any, rows: int) -> bool:
-        return self.count(leaf) == rows and not lost_gradient(leaf)
+        return self.count(leaf) == rows and not leaf.requires_grad
 
     def join(self, parts: list[Any], like: Any = None) -> Any:
         if len(parts) == 1:
@@ -56,13 +56,8 @@ class Coordinates(Kind):
         return _coo(torch.cat(indices, 1), values, (starts[-1], *parts[0].shape[1:]), coalesced)
 
 
-def lost_gradient(leaf: Any) -> bool:
-    """Would the parts of a COO tensor be cut off from its gradient? Torch hands out raw entries without it."""
-    return leaf.requires_grad and not leaf.is_coalesced()
-
-
 def _entries(leaf: Any) -> tuple[Any, Any]:
-    """Indices `(axes, entries)` and values of a COO tensor; those of a coalesced one keep its gradient."""
+    """Indices `(axes, entries)` and values of a COO tensor."""
     if leaf.is_coalesced():
         return leaf.indices(), leaf.values()
     return leaf._indices(), leaf._values()
@@ -84,16 +79,17 @@ class CompressedRows(Kind):
     def cut(self, leaf: Any, spans: Spans) -> Sequence[Any]:
         if len(spans.sizes) == 1:
             return [leaf]
-        starts, columns, values = leaf.crow_indices(), leaf.col_indices(), leaf.values()
-        size = leaf.shape[1:]
+        starts, columns, values, size = leaf.crow_indices(), leaf.col_indices(), leaf.values(), leaf.shape[1:]
         if starts.dim() > 1:  # each row is a matrix of its own, all of as many entries
-            parts = (x.split_with_sizes(spans.sizes) for x in (starts, columns, values))
-            return [_csr(*own, (n, *size)) for *own, n in zip(*parts, spans.sizes)]
+            return [_csr(starts[s], columns[s], values[s], (s.stop - s.start, *size)) for s in spans.slices]
         ends = starts[torch.tensor(offsets(spans.sizes), device=starts.device)].tolist()
         return [
-            _csr(starts[rows.start : rows.stop + 1] - a, columns[a:b], values[a:b], (rows.stop - rows.start, *size))
-            for rows, (a, b) in zip(spans.slices, pairwise(ends))
+            _csr(starts[s.start : s.stop + 1] - a, columns[a:b], values[a:b], (s.stop - s.start, *size))
+            for s, (a, b) in zip(spans.slices, pairwise(ends))
         ]
+
+    def fits(self, leaf: Any, rows: int) -> bool:
+        return self.count(leaf) == rows and not leaf.requires_grad
 
     def join(self, parts: list[Any], like: Any = None) -> Any:
         if len(parts) == 1:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from batchsplit.containers import map_leaves
 from batchsplit.jagged import JAGGED
 from batchsplit.leaves import Kind, Refused
-from batchsplit.optional_types import is_graphs, optional_kind
+from batchsplit.optional_types import optional_kind
 from batchsplit.packed_sequence import PACKED_STEPS
-from batchsplit.sparse import COMPRESSED_ROWS, COORDINATES, lost_gradient
+from batchsplit.sparse import COMPRESSED_ROWS, COORDINATES
 
 TO_CSR = "convert it with .to_dense().to_sparse_csr()"
 TENSOR_KINDS: dict[torch.layout, Kind] = {
@@ -25,7 +23,8 @@ TENSOR_KINDS: dict[torch.layout, Kind] = {
     torch.sparse_bsr: Refused("is laid out in blocks (torch.sparse_bsr)", TO_CSR),
     torch.sparse_bsc: Refused("is laid out in blocks (torch.sparse_bsc)", TO_CSR),
 }
-LOST_GRADIENT = Refused("requires a gradient and is not coalesced", "write x.coalesce() before")
+# Its gradient is dense, and the parts, built from its entries, would only give that of the entries.
+SPARSE_GRADIENT = Refused("is a sparse tensor that requires a gradient", "write x.to_dense() or x.detach()")
 STRIDED_NESTED = Refused("is a nested tensor of layout torch.strided", "make it with layout=torch.jagged")
 
 
@@ -34,24 +33,11 @@ def special_kind(value: Any) -> Kind | None:
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
             return STRIDED_NESTED if value.is_nested else None
-        if value.layout is torch.sparse_coo and lost_gradient(value):
-            return LOST_GRADIENT
+        if value.requires_grad and value.layout in (torch.sparse_coo, torch.sparse_csr):
+            return SPARSE_GRADIENT
         if value.layout in TENSOR_KINDS:
             return TENSOR_KINDS[value.layout] if value.dim() else None
         return Refused(f"has the layout {value.layout}", "convert it with .to_dense()")
     if type(value) in (dict, list, tuple, str, int, float, bool, type(None), np.ndarray):
         return None
     return PACKED_STEPS if isinstance(value, PackedSequence) else optional_kind(value)
-
-
-def moved(data: Any, device: Any, non_blocking: bool = False) -> Any:
-    """Data with everything in it that can move moved to a device; what is there already is not copied."""
-
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) or special_kind(leaf) is not None:
-            # A Batch of PyTorch Geometric moves in place.
-            leaf = copy.copy(leaf) if is_graphs(leaf) else leaf
-            return leaf.to(device, non_blocking=non_blocking)
-        return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
-
-    return map_leaves(move, data, lambda value: special_kind(value) is not None)

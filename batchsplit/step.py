@@ -14,6 +14,7 @@ from batchsplit.cutter import Cut, SubBatch
 from batchsplit.errors import CutError
 from batchsplit.losses import Accumulated, Losses, raise_unless_finite, total, weighed
 from batchsplit.memory import BeginAgain, Recovery
+from batchsplit.moving import Ahead
 from batchsplit.plan import offsets
 from batchsplit.precision import Sums, summed
 from batchsplit.ranks import Reduction, Turn, reduction_of, several_ranks
@@ -112,16 +113,18 @@ def accumulate(
     the unsplit batch's. `reduction` is how gradients and losses get to other ranks: the loss is then that of the batch of
     all of them.
     """
-    if reduction is None or reduction.idle:
-        return _run(cut, loss_fn, backward, None, forward_context, device, recovery, sums, draws)
+    if reduction is not None and reduction.idle:
+        reduction = None
     try:
-        result = _run(cut, loss_fn, backward, reduction, forward_context, device, recovery, sums, draws)
+        with Ahead(device) as ahead:
+            result = _run(cut, loss_fn, backward, reduction, forward_context, ahead, recovery, sums, draws)
     except BeginAgain:
         raise
     except BaseException as error:
-        reduction.failed(tell=isinstance(error, Exception))
+        if reduction is not None:
+            reduction.failed(tell=isinstance(error, Exception))
         raise
-    return reduction.union(result)
+    return result if reduction is None else reduction.union(result)
 
 
 def _run(
@@ -130,7 +133,7 @@ def _run(
     backward: Callable[[Tensor], Any] | None,
     reduction: Reduction | None,
     forward_context: Callable[[], AbstractContextManager[Any]] | None,
-    device: Any,
+    ahead: Ahead,
     recovery: Recovery | None,
     sums: Sums | None,
     draws: UnsplitDraws | None,
@@ -139,16 +142,16 @@ def _run(
     losses = Losses()
     outputs: dict[int, Any] = {}
 
-    def forward(sub: SubBatch) -> Any:
-        data = sub.data if device is None else sub.to(device, non_blocking=_overlaps(device)).data
+    def forward(sub: SubBatch, following: SubBatch | None = None) -> Any:
+        data = ahead.data(sub, following)
         if forward_context is None:
             return loss_fn(data)
         with forward_context():
             return loss_fn(data)
 
-    def run(sub: SubBatch, turn: Turn | None = None) -> None:
+    def run(sub: SubBatch, following: SubBatch | None, turn: Turn | None = None) -> None:
         """One sub-batch, with all that it needs in local variables of this frame, which an error can let go."""
-        loss, output = _with_outputs(forward(sub))
+        loss, output = _with_outputs(forward(sub, following))
         scaled, rest = weighed(loss, sub, losses, sums)
         if recovery is not None:
             recovery.sends_back()
@@ -157,6 +160,8 @@ def _run(
             if turn is not None and turn.carries:
                 sums.last()
         if turn is not None and reduction is not None:
+            if turn.missing:
+                reduction.unweighed(loss)
             if turn.silent:
                 if reduction.uncalled():
                     forward(_spare(cut))
@@ -167,14 +172,14 @@ def _run(
             _send_back(scaled, backward)
         outputs[sub.index] = output
 
-    def run_one(sub: SubBatch, last: bool) -> None:
+    def run_one(sub: SubBatch, following: SubBatch | None, last: bool) -> None:
         """The same where something has to be held around it."""
         if reduction is None:
             with nullcontext() if draws is None else draws.of(sub):
-                return run(sub)
+                return run(sub, following)
         turn = reduction.turn(last, *_missing(sub.share), recovers=recovery is not None)
         with reduction.around(turn), nullcontext() if draws is None else draws.of(sub):
-            run(sub, turn)
+            run(sub, following, turn)
         if turn.reduces:
             if sums is not None and not turn.carries:
                 sums.last()
@@ -187,13 +192,15 @@ def _run(
     todo = _order(cut, by_weight)
     while todo:
         sub, failed, last = todo[-1], False, len(todo) == 1
+        following = None if last else todo[-2]
         if recovery is not None:
             recovery.begins()
+            following = following if sub.rows > 1 else None  # if a row does not fit, it is for no other's sake
         try:
             if reduction is None and draws is None:
-                run(sub)
+                run(sub, following)
             else:
-                run_one(sub, last)
+                run_one(sub, following, last)
         except Exception as error:
             waited_for = last and reduction is not None and not reduction.recovers and several_ranks()
             failed = recovery is not None and not waited_for and recovery.caught(error, sub)
@@ -201,6 +208,7 @@ def _run(
                 error.add_note(f"This came up in {sub!r}; nothing was stepped.")
                 raise
         if failed and recovery is not None:  # and the error is gone, with all that it held
+            ahead.drop()
             if reduction is not None:
                 reduction.again()
             before, cut = cut, recovery.smaller(cut, sub.index, outputs)
@@ -241,10 +249,6 @@ def _missing(share: Any) -> tuple[int, int]:
     """How many terms a sub-batch says nothing about, and of how many."""
     shares = list(share.values()) if isinstance(share, Mapping) else [share]
     return shares.count(0), len(shares)
-
-
-def _overlaps(device: Any) -> bool:
-    return torch.device(device).type == "cuda"
 
 
 def _with_outputs(returned: Any) -> tuple[Any, Any]:

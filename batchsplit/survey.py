@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,9 +93,10 @@ class Survey:
     def _container(self, path: Path, values: list[Any], marker: Any, codec: Codec) -> Place:
         first = values[0]
         plain_tuple = type(first) is tuple
-        if marker is PER_ROW and (plain_tuple or isinstance(first, LISTS)):
+        rows_or_entries = isinstance(first, LISTS) or (plain_tuple and self._declared(path))
+        if marker is PER_ROW and rows_or_entries:
             return Place(path, values, "kind", RowList(declared=True), [len(v) for v in values], declared=True)
-        if isinstance(marker, Packed) and (plain_tuple or isinstance(first, list)):
+        if isinstance(marker, Packed) and rows_or_entries and not isinstance(first, deque):
             return self._packed(path, values, marker)
         undecided = marker is None and isinstance(first, LISTS) and not self.layout.below(path)
         # default_collate hands the strings of (tensor, string) samples over as a tuple

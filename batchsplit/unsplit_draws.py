@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from batchsplit.cutter import Cut, SubBatch, moved
+from batchsplit.cutter import Cut, SubBatch
+from batchsplit.moving import moved
 from batchsplit.randomness import WholeRandomness
 
 

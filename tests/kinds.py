@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict, deque
+from collections import UserDict, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
@@ -74,7 +74,7 @@ def _rows(value: Any) -> list[Any]:
 
 def difference(a: Any, b: Any, path: str = "batch") -> str:
     """Where two batches differ in type, structure or any bit; empty where they don't."""
-    if type(a) is not type(b) and not (isinstance(a, torch.nn.Parameter) or isinstance(a, np.memmap)):
+    if type(a) is not type(b) and not isinstance(a, (torch.nn.Parameter, np.memmap)):
         return f"{path}: {type(a).__name__} and {type(b).__name__}"
     if isinstance(a, PackedSequence):
         return _first((x, y, f"{path}.{name}") for x, y, name in zip(a, b, a._fields, strict=True))
@@ -84,7 +84,7 @@ def difference(a: Any, b: Any, path: str = "batch") -> str:
         return "" if _array_bits(a) == _array_bits(b) else f"{path}: {a!r} and {b!r}"
     if isinstance(a, Words):
         return difference(a.words, b.words, path)
-    if hasattr(a, "to_data_list") or hasattr(a, "batch_size"):
+    if hasattr(type(a), "to_data_list") or hasattr(type(a), "batch_size"):
         return "" if rows_of(a) == rows_of(b) and sorted(a.keys()) == sorted(b.keys()) else f"{path}: {a} and {b}"
     if isinstance(a, (Mapping, UserDict)):
         if list(a) != list(b):
@@ -104,8 +104,8 @@ def _first(pairs: Any) -> str:
 
 
 def _attributes(a: Any, b: Any, path: str) -> str:
-    tags = [getattr(x, name, None) for name in ("tag", "default_factory") for x in (a, b)]
-    return "" if tags[::2] == tags[1::2] or tags[0] is tags[1] else f"{path}: attributes {tags}"
+    found = [(getattr(x, "__dict__", {}).get("tag"), isinstance(x, defaultdict) and x.default_factory) for x in (a, b)]
+    return "" if found[0] == found[1] else f"{path}: attributes {found}"
 
 
 def _bits(tensor: torch.Tensor) -> Any:
@@ -115,8 +115,8 @@ def _bits(tensor: torch.Tensor) -> Any:
     if tensor.is_meta:
         return tensor.dtype, tensor.shape
     extra = tensor.is_coalesced() if tensor.layout is torch.sparse_coo else None
-    plain = tensor.to_dense().as_subclass(torch.Tensor).resolve_conj().contiguous()
-    return tensor.layout, tensor.dtype, tuple(tensor.shape), extra, plain.numpy().tobytes()
+    plain = tensor.to_dense().as_subclass(torch.Tensor).resolve_conj().clone(memory_format=torch.contiguous_format)
+    return tensor.layout, tensor.dtype, tuple(tensor.shape), extra, bytes(plain.untyped_storage())
 
 
 def _array_bits(array: np.ndarray) -> Any:

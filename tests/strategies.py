@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from kinds import Pair, Record, Words, rows_of
 from torch.nn.utils.rnn import pack_sequence
 
 from batchsplit import PER_ROW, SHARED, BatchCutter, axis, packed
+from kinds import Pair, Record, Words, rows_of
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 HAS_TENSORDICT = importlib.util.find_spec("tensordict") is not None
@@ -252,7 +252,7 @@ def sparse(draw: Draw, rows: int) -> Leaf:
     value = whole.to_sparse(2 if form == "hybrid" else whole.dim())
     if form == "uncoalesced":
         twice = torch.cat([value.indices().flip(1), value.indices()], dim=1)
-        value = torch.sparse_coo_tensor(twice, torch.cat([value.values()] * 2), value.shape)
+        value = torch.sparse_coo_tensor(twice, torch.cat([value.values()] * 2), value.shape, check_invariants=True)
     return Leaf(value, rows_of, short=lambda x: whole[:-1].to_sparse())
 
 
@@ -288,7 +288,8 @@ def shared(draw: Draw, rows: int) -> Leaf:
 
 
 def declared_shared(draw: Draw, rows: int) -> Leaf:
-    values = [torch.arange(rows + 2), torch.zeros(rows), object(), {"a": torch.zeros(3)}, [torch.zeros(9)] * rows, {1, 2}]
+    values: list[Any] = [torch.arange(rows + 2), torch.zeros(rows), object(), {1, 2}]
+    values += [{"a": torch.zeros(3)}, [torch.zeros(9)] * rows]
     return Leaf(draw(st.sampled_from(values)), marker=SHARED)
 
 
@@ -360,7 +361,8 @@ def box(draw: Draw, rows: int, depth: int, anchored: bool = False) -> Box:
         kind = draw(st.sampled_from(MAPPINGS))
         return Box(lambda values: kind(dict(zip(names, values, strict=True))), names, _item, inside)
     if form == "tuple":
-        inside = [Leaf(1) if isinstance(x, Leaf) and isinstance(x.value, str) else x for x in inside]  # ("a", "b") is a list
+        if all(isinstance(x, Leaf) and isinstance(x.value, (str, bytes)) for x in inside):
+            inside[0] = Leaf(1)  # a tuple of nothing but strings may be one a row
         return Box(tuple, names, _position, inside)
     if form == "list":
         return Box(list, names, _position, inside)

@@ -22,6 +22,7 @@ Hold = Callable[[], AbstractContextManager[Any]]
 class Turn:
     """What one sub-batch is to do for the other ranks."""
 
+    last: bool
     reduces: bool  # after it, gradients are reduced
     carries: bool  # by its own backward
     missing: int  # so many terms of the loss have no weight in it
@@ -74,7 +75,7 @@ class Reduction:
 
     def turn(self, last: bool, missing: int, terms: int, recovers: bool) -> Turn:
         """What a sub-batch is to do that has no weight for `missing` of the loss's `terms`."""
-        return Turn(last or self.each, last, missing, missing == terms and last)
+        return Turn(last, last or self.each, last, missing, missing == terms and last)
 
     @contextmanager
     def around(self, turn: Turn) -> Iterator[None]:
@@ -83,12 +84,15 @@ class Reduction:
         with held, harmless(self.model) if turn.silent else nullcontext():
             yield
 
+    def unweighed(self, loss: Any) -> None:
+        """A sub-batch has no weight for some terms of this loss, which therefore send nothing backward."""
+
     def uncalled(self) -> bool:
         """Do other ranks wait for a forward of the model, which this sub-batch did without?"""
         return False
 
-    def sends(self, loss: Tensor, turn: Turn) -> Tensor:
-        """The loss to send backward, just before it is."""
+    def sends(self, loss: Tensor, turn: Turn) -> Tensor | None:
+        """What to send backward, just before it is, of a weighed loss (any loss in a silent turn)."""
         self.sending = turn.carries
         return loss
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -25,6 +25,9 @@ class Replicas(Reduction):
     `no_sync`. The last sub-batch carries it, unless that gives no gradient for some terms, or might run out of memory:
     then a backward of zeros does, which costs nothing. So it is that a rank with nothing to learn from, or one that has
     failed, does not leave the others waiting.
+
+    With `static_graph=True` torch notes in the first backward how often each gradient comes, held back or not. So in
+    the first step the sub-batch that runs first is reduced by itself, and the others after it.
     """
 
     recovers = True
@@ -36,10 +39,13 @@ class Replicas(Reduction):
         device = next((p.device for p in wrappers[0].parameters()), torch.device("cpu"))
         super().__init__(model, sync, self._no_sync, Ranks(list(groups.values()), device))
         self.wrappers = [wrapper for wrapper in wrappers if wrapper.require_backward_grad_sync]  # else the user holds it
+        self.learning = any(wrapper.static_graph and not getattr(wrapper, STATIC) for wrapper in self.wrappers)
+        self.left = 0  # so many reductions are still to come in this step, on every rank
+        self.learned = False
         self.called: set[Any] = set()
         self.began: set[Any] = set()  # those that have broadcast their buffers in this step
-        self.synced: set[Any] = set()
-        self.learned = False
+        self.synced: set[Any] = set()  # those whose forward in this sub-batch was not held back
+        self.reached: set[Tensor] = set()  # parameters of terms without weight
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:
@@ -48,38 +54,34 @@ class Replicas(Reduction):
                 stack.enter_context(wrapper.no_sync())
             yield
 
+    def check(self, recovers: bool, randomness: str) -> None:
+        if recovers and any(wrapper.static_graph for wrapper in self.wrappers):
+            raise CutError(
+                'on_oom="split" (and rows="auto", area="auto") with static_graph=True: a backward that ran out of memory '
+                "can't be run again there. Leave static_graph out of DistributedDataParallel, or give a limit in rows."
+            )
+
     def begin(self, cut: Cut, forward: Callable[[], Any]) -> None:
         super().begin(cut, forward)
+        most = self.most or len(cut)
+        self.left = most if self.each else min(most, 2) if self.learning else 1
         self.learned = False
-        for _ in range(self.most - len(cut) if self.each else 0):
-            self._carry(self.wrappers)  # others have more sub-batches, and this rank joins in their reductions
+        self.reached.clear()
 
     def turn(self, last: bool, missing: int, terms: int, recovers: bool) -> Turn:
-        reduces = last or self.each
-        return Turn(reduces, reduces and not missing and not recovers, missing, silent=False)
+        reduces = last or self.each or self.learning
+        carries = reduces and not recovers and (self.learning or not missing)
+        return Turn(last, reduces, carries, missing, carries and missing == terms)
 
     @contextmanager
     def around(self, turn: Turn) -> Iterator[None]:
         self.synced.clear()
         with ExitStack() as stack:
             if not turn.carries:
-                stack.enter_context(self._held())
+                stack.enter_context(self._no_sync() if self.hold is None else self.hold())
             for wrapper in self.wrappers:
                 stack.callback(wrapper.register_forward_pre_hook(self._note).remove)
             yield
-
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        # Before its first reduction a static graph arranges for that in any backward, in `no_sync` too.
-        first = [w for w in self.wrappers if w.static_graph and not getattr(w, STATIC)]
-        with self.hold() if self.hold is not None else self._no_sync():
-            for wrapper in first:
-                setattr(wrapper, STATIC, True)
-            try:
-                yield
-            finally:
-                for wrapper in first:
-                    setattr(wrapper, STATIC, False)
 
     def _note(self, wrapper: Any, args: Any) -> None:
         self.called.add(wrapper)
@@ -88,14 +90,24 @@ class Replicas(Reduction):
         if wrapper.require_backward_grad_sync:
             self.synced.add(wrapper)
 
-    def sends(self, loss: Tensor, turn: Turn) -> Tensor:
+    def unweighed(self, loss: Any) -> None:
+        if any(_skips(wrapper) for wrapper in self.wrappers):
+            terms = loss.values() if isinstance(loss, Mapping) else [loss]
+            self.reached |= leaves(term.grad_fn for term in terms)
+
+    def sends(self, loss: Tensor, turn: Turn) -> Tensor | None:
         self.learned = True
         self.sending = turn.carries and bool(self.synced)
-        return loss
+        if not turn.carries or not turn.missing:
+            return loss
+        zeros = [Nothing.apply(*_wanted(wrapper, self.reached)) for wrapper in self.wrappers if wrapper in self.synced]
+        return sum(zeros, start=0 if turn.silent else loss) if zeros else None if turn.silent else loss  # type: ignore[return-value]
 
     def reduce(self, turn: Turn) -> None:
         self._carry([wrapper for wrapper in self.wrappers if not (turn.carries and wrapper in self.synced)])
-        self.done, self.sending = True, False
+        while turn.last and self.left:  # others have more sub-batches, and reduce after each
+            self._carry(self.wrappers)
+        self.learning = self.sending = False
         if self.learned and self.wrappers and not self.called and self.ranks.count > 1:
             raise CutError(
                 "loss_fn never calls the DistributedDataParallel model, so its gradients are not synchronised: "
@@ -107,23 +119,22 @@ class Replicas(Reduction):
             wrapper.require_forward_param_sync = False
 
     def leave(self, tell: bool) -> None:
-        if not tell or self.ranks.count == 1 or (self.sending and not self.done):
+        if not tell or self.ranks.count == 1 or self.sending:
             return  # amid the reduction itself there is no way to tell: the others get an error of the backend
         with suppress(Exception):
-            if not self.done:
+            while self.left:
                 self._carry(self.wrappers)
             self.ranks.fail()
 
     def _carry(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         for wrapper in wrappers:
-            carry(wrapper)
+            carry(wrapper, self.reached)
+        self.left -= 1
 
 
-def carry(wrapper: DistributedDataParallel) -> None:
+def carry(wrapper: DistributedDataParallel, reached: Set[Tensor] = frozenset()) -> None:
     """Reduce the gradients that have added up in `.grad`, by a backward of zeros through the wrapper."""
-    skips = wrapper.find_unused_parameters or wrapper.static_graph  # what no rank uses stays without a gradient
-    module = wrapper.module
-    wanted = [p for p in module.parameters() if p.requires_grad and (p.grad is not None or not skips)]
+    module, wanted = wrapper.module, _wanted(wrapper, reached)
     wrapper.require_forward_param_sync = False  # the buffers have been broadcast in this step
     wrapper._modules["module"] = _Touch(wanted)
     try:
@@ -133,6 +144,30 @@ def carry(wrapper: DistributedDataParallel) -> None:
             reached.backward()
     finally:
         wrapper._modules["module"] = module
+
+
+def _wanted(wrapper: DistributedDataParallel, reached: Set[Tensor]) -> list[Tensor]:
+    """The parameters that a reduction waits for; one that no rank uses is to stay without a gradient where it may."""
+    wanted = [p for p in wrapper.module.parameters() if p.requires_grad]
+    return [p for p in wanted if p.grad is not None or p in reached] or wanted if _skips(wrapper) else wanted
+
+
+def _skips(wrapper: DistributedDataParallel) -> bool:
+    return wrapper.find_unused_parameters or wrapper.static_graph
+
+
+def leaves(nodes: Iterable[Any]) -> set[Tensor]:
+    """The tensors at the other end of an autograd graph."""
+    found, seen, todo = set(), set(), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(node.variable)
+        todo += [following for following, _ in node.next_functions]
+    return found
 
 
 class _Touch(torch.nn.Module):

@@ -58,14 +58,14 @@ class Shards(Reduction):
     def begin(self, cut: Cut, forward: Callable[[], Any]) -> None:
         super().begin(cut, forward)
         for _ in range(self.most - len(cut) if self.ranks.count > 1 else 0):
-            turn = Turn(self.each, self.each, missing=1, silent=True)
+            turn = Turn(False, self.each, self.each, missing=1, silent=True)
             with self.around(turn), torch.random.fork_rng():
                 forward()
                 self.sends(torch.zeros(()), turn).backward()
 
     def turn(self, last: bool, missing: int, terms: int, recovers: bool) -> Turn:
         reduces = last or self.each
-        return Turn(reduces, reduces, missing, missing == terms and (reduces or self.ranks.count > 1))
+        return Turn(last, reduces, reduces, missing, missing == terms and (reduces or self.ranks.count > 1))
 
     @contextmanager
     def around(self, turn: Turn) -> Iterator[None]:

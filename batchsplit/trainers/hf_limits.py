@@ -20,7 +20,7 @@ def check_cutter(cutter: Any) -> None:
         raise CutError(f"cutter={cutter!r:.60}: write cutter=BatchCutter(rows=4).")
     if cutter.auto:
         raise CutError(
-            f'{cutter!r}: a CutTrainer does not look for what fits in memory. Give a number, or use a StepDriver.'
+            f"{cutter!r}: a CutTrainer does not look for what fits in memory. Give a number, or use a StepDriver."
         )
     if isinstance(cutter.weight, Mapping) or cutter.weight == "once":
         raise CutError(

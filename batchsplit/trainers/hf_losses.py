@@ -60,7 +60,7 @@ def _plain(trainer: Trainer) -> Any:
 
 
 def _count_is_shifted(trainer: Trainer) -> bool:
-    """Does the Trainer count `labels[..., 1:]`? (Not for every causal model: GPT-2's class says nothing of its loss.)"""
+    """Does the Trainer count `labels[..., 1:]`? (Not for every causal model: GPT-2's says nothing of its loss.)"""
     model = _plain(trainer)
     decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return decoder and _loss_type(model) is ForCausalLMLoss
