@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import batchsplit
-from batchsplit import demo
+from batchsplit import demo, explain_command
 from batchsplit.checking import command as check_command
 from batchsplit.errors import CutError
 
@@ -16,7 +16,11 @@ DEBUG = "show an error's traceback"
 
 # Each adds its sub-command to argparse's `commands`, with `run` among its defaults: a function of the parsed arguments
 # that returns the exit code.
-COMMANDS: tuple[Callable[[Any], None], ...] = (demo.add_command, check_command.add_command)
+COMMANDS: tuple[Callable[[Any], None], ...] = (
+    demo.add_command,
+    check_command.add_command,
+    explain_command.add_command,
+)
 
 
 class Parser(argparse.ArgumentParser):

@@ -19,6 +19,7 @@ from batchsplit.leaves import Spans
 from batchsplit.moving import moved, pinned
 from batchsplit.plan import check_limit, even_sizes, limited_sizes, ranges, shared_out
 from batchsplit.reading import Reading, read
+from batchsplit.shapes import Filling, blanks, shape_keys
 from batchsplit.sharing import Shares
 from batchsplit.weights import Weight, check_weight, row_weight
 
@@ -55,8 +56,13 @@ class SubBatch:
 
     @property
     def rows(self) -> int:
-        """How many rows."""
+        """How many rows (of the batch: filler rows, under `sizes="equal"`, are not counted)."""
         return self._cut._sizes[self._index]
+
+    @property
+    def filler(self) -> int:
+        """How many rows of its data are filler, after its own; 0 but for `sizes="equal"`."""
+        return self._cut._filler(self._index)
 
     @property
     def where(self) -> slice:
@@ -91,6 +97,10 @@ class SubBatch:
     def to(self, device: Any, non_blocking: bool = False) -> SubBatch:
         """The same sub-batch with its tensors on `device`; those that are there already are not copied."""
         return SubBatch(self._cut, self._index, moved(self.data, device, non_blocking))
+
+    def pin_memory(self) -> SubBatch:
+        """The same sub-batch in page-locked memory, from where it gets to a GPU while that computes."""
+        return SubBatch(self._cut, self._index, pinned(self.data))
 
     def __repr__(self) -> str:
         return f"SubBatch({self.index + 1} of {self.count}, {_plural(self.rows, 'row')}, {self.where.start}:{self.where.stop})"
@@ -153,9 +163,34 @@ class Cut(Sequence[SubBatch]):
         ]
         return Cut(self.batch, pieces, self._cutter, self._shares.again(pieces))
 
+    def _unfilled(self) -> Cut:
+        """The same cut without filler rows."""
+        filled = any(piece.filling is not None for piece in self._pieces)
+        return self._again([piece.spans.sizes for piece in self._pieces]) if filled else self
+
+    def pin_memory(self) -> Cut:
+        """The same cut of the same batch, in page-locked memory: what a DataLoader with `pin_memory=True` calls."""
+        pieces = [piece.of(pinned(piece.spans.batch)) for piece in self._pieces]
+        batches = [piece.spans.batch for piece in pieces]
+        whole = Group(tuple(batches)) if isinstance(self.batch, Group) else batches[0]
+        return Cut(whole, pieces, self._cutter, self._shares.again(pieces))
+
+    def __reduce__(self) -> Any:
+        # What stands in a batch is told apart by objects that know themselves, so another process reads it anew.
+        sizes = [piece.spans.sizes for piece in self._pieces]
+        filled = any(piece.filling is not None for piece in self._pieces)
+        return _cut_again, (self._cutter, self.batch, self._shares.given, sizes, filled)
+
     def _over(self, wholes: Sequence[float], ranks: int) -> Cut:
         """The same cut, its weights parts of what all ranks have together."""
         return Cut(self.batch, self._pieces, self._cutter, self._shares.over(wholes, ranks))
+
+    def _filler(self, index: int) -> int:
+        for piece in self._pieces:
+            if index < len(piece.spans.sizes):
+                return piece.filler(index)
+            index -= len(piece.spans.sizes)
+        raise IndexError(index)
 
     @cached_property
     def _slices(self) -> list[slice]:
@@ -195,15 +230,29 @@ class Cut(Sequence[SubBatch]):
 class Piece:
     """The cut of one loader batch: its reading, and a column of parts for each leaf."""
 
-    def __init__(self, reading: Reading, leaves: list[Any], spans: Spans) -> None:
-        self.reading, self.leaves, self.spans = reading, leaves, spans
+    def __init__(self, reading: Reading, leaves: list[Any], spans: Spans, filling: Filling | None = None) -> None:
+        self.reading, self.leaves, self.spans, self.filling = reading, leaves, spans, filling
         self.columns = [leaf.kind.cut(value, spans) for leaf, value in zip(reading.leaves, leaves, strict=True)]
 
+    def of(self, batch: Any) -> Piece:
+        """The same piece of a batch that reads the same."""
+        leaves: list[Any] = []
+        self.reading.root.gather(batch, leaves)
+        return Piece(self.reading, leaves, Spans(batch, self.spans.sizes), self.filling)
+
+    def filler(self, index: int) -> int:
+        """How many rows a sub-batch is filled up with."""
+        return 0 if self.filling is None else self.filling.size - self.spans.sizes[index]
+
     def data(self, index: int) -> Any:
+        if self.filling is not None:
+            return self.filling.data(self, index)
         return self.reading.root.build([column[index] for column in self.columns])
 
     def datas(self) -> Iterator[Any]:
         """The data of each sub-batch."""
+        if self.filling is not None:
+            return map(self.data, range(len(self.spans.sizes)))
         return self.reading.root.build_all(zip(*self.columns, strict=True))
 
     def rows(self, rows: slice) -> list[Any]:
@@ -224,7 +273,8 @@ class BatchCutter:
     `oversize="alone"` a sub-batch of its own. `weight` is the denominator of your mean loss (`row_weight`,
     `label_weight(...)`, `mask_weight(...)`, a function of a sub-batch's data, or a mapping of them by the names of loss
     terms; None for a sum). `layout` declares leaves by path. `sizes="even"` gives sizes that differ by at most 1,
-    `"full"` full ones and a rest. `area_of` names the leaves whose widths are added up to the width of a row (a path,
+    `"full"` full ones and a rest, `"equal"` full ones only: the rest is filled up with rows that the loss leaves out, by
+    the labels or the mask that `weight` counts (where it counts neither, a rest is an error). `area_of` names the leaves whose widths are added up to the width of a row (a path,
     several, or a function of the batch); by default it is the widest second axis of ids and masks, or of features where
     there are none (`explain()` says which).
 
@@ -249,7 +299,7 @@ class BatchCutter:
         parts: int | None = None,
         weight: Weight | Mapping[str, Weight] = row_weight,
         layout: Mapping[str, Any] | None = None,
-        sizes: Literal["even", "full"] = "even",
+        sizes: Literal["even", "full", "equal"] = "even",
         area_of: AreaOf = None,
         oversize: Literal["raise", "alone"] = "raise",
     ) -> None:
@@ -260,8 +310,10 @@ class BatchCutter:
         for name, value in limits.items():
             if value != "auto" or name == "parts":
                 limits[name] = check_limit(name, value)
-        if sizes not in ("even", "full"):
-            raise CutError(f'sizes={sizes!r}: write sizes="even" or sizes="full".')
+        if sizes not in ("even", "full", "equal"):
+            raise CutError(f'sizes={sizes!r}: write sizes="even" or sizes="full", or sizes="equal" to have the last one filled up.')
+        if sizes == "equal" and (not limits or "auto" in limits.values()):
+            raise CutError('sizes="equal" wants to know the size: give rows=, area= or parts= as a number.')
         if parts is not None and sizes == "full":
             raise CutError('parts= with sizes="full": a number of parts is cut evenly; leave sizes out.')
         if oversize not in ("raise", "alone"):
@@ -275,6 +327,7 @@ class BatchCutter:
         self.weight, self.sizes, self.area_of, self.oversize = weight, sizes, area_of, oversize
         self.layout = Layout(layout)
         self._plans: list[Reading] = []
+        self._shapes: dict[tuple[int, ...], None] = {}
 
     def cut(self, batch: Any, whole_weight: Any = None) -> Cut:
         """Cut one batch.
@@ -304,9 +357,29 @@ class BatchCutter:
             raise CutError(f"parts={self.parts}: a group of {len(rows)} batches of their own padding can't be in fewer parts.")
         pieces = []
         for (reading, leaves, count, one), n in zip(found, parts, strict=True):
-            sizes = even_sizes(count, n) if n else self._sizes(reading, leaves, count, one)
-            pieces.append(Piece(reading, leaves, Spans(one, sizes)))
+            sizes, size = (even_sizes(count, n), -(-count // n)) if n else self._sizes(reading, leaves, count, one)
+            pieces.append(self._piece(reading, leaves, Spans(one, sizes), size))
         return pieces
+
+    def _piece(self, reading: Reading, leaves: list[Any], spans: Spans, size: int) -> Piece:
+        """The cut of one loader batch, filled up to `size` rows where all are to be equal."""
+        filling = None
+        if self.sizes == "equal" and min(spans.sizes) < size:
+            filling = Filling(size, blanks(self.weight))
+        piece = Piece(reading, leaves, spans, filling)
+        if filling is not None:
+            filling.check(piece)
+        rows = spans.sizes if filling is None else [size]
+        self._shapes.update(dict.fromkeys(shape_keys(rows, leaves, [leaf.kind for leaf in reading.leaves])))
+        return piece
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of sub-batches so far: rows (filler too), then the sizes of the tensors' other axes, each size once.
+
+        `(8, 512)` are 8 rows of width 512. A compiled model is compiled once for each.
+        """
+        return list(self._shapes)
 
     def _read(self, batch: Any) -> tuple[Reading, list[Any], int, Any]:
         for i, reading in enumerate(self._plans):
@@ -321,20 +394,22 @@ class BatchCutter:
         self._plans = [reading, *self._plans[: PLANS - 1]]
         return reading, leaves, reading.rows, batch
 
-    def _sizes(self, reading: Reading, leaves: list[Any], rows: int, batch: Any) -> list[int]:
+    def _sizes(self, reading: Reading, leaves: list[Any], rows: int, batch: Any) -> tuple[list[int], int]:
+        """The rows of each sub-batch, and the most that one may have."""
         if isinstance(self.rows, int):
-            return limited_sizes(rows, self.rows, self.sizes)
+            return limited_sizes(rows, self.rows, self.sizes), self.rows
         if self.area is None:
-            return [rows]
+            return [rows], rows
         width, text = width_of(reading, leaves, batch, self.area_of)
         if self.area == "auto":
-            return [rows]
+            return [rows], rows
         if width > self.area and self.oversize == "raise":
             raise CutError(
                 f"area={self.area}: one row is {width} wide ({text}) and does not fit; raise area to {width} or more, "
                 'or write oversize="alone" to let such a row be a sub-batch of its own.'
             )
-        return limited_sizes(rows, max(self.area // max(width, 1), 1), self.sizes)
+        most = max(self.area // max(width, 1), 1)
+        return limited_sizes(rows, most, self.sizes), most
 
     def over(self, loader: Any) -> Any:
         """Wrap a loader: one iteration gives the Cut of one of its batches (see `CutLoader`)."""
@@ -348,6 +423,15 @@ class BatchCutter:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plans": []}
+
+
+def _cut_again(cutter: BatchCutter, batch: Any, given: Any, sizes: list[list[int]], filled: bool) -> Cut:
+    """A cut that came from another process."""
+    cut = cutter.cut(batch, given)
+    same = [piece.spans.sizes for piece in cut._pieces] == sizes
+    if not same:
+        cut = cut._again(sizes)
+    return cut if filled else cut._unfilled()
 
 
 def _plural(count: int, noun: str) -> str:

@@ -44,7 +44,7 @@ def _explained(piece: Piece, layout: Layout, area_of: AreaOf) -> list[str]:
     width = None
     try:
         width, text = width_of(reading, piece.leaves, piece.spans.batch, area_of)
-        largest = width * max(piece.spans.sizes)
+        largest = width * max(size + piece.filler(i) for i, size in enumerate(piece.spans.sizes))
         lines.append(f"A row is {width} wide ({text}); the largest sub-batch has an area of {largest}.")
     except CutError:
         lines.append("No leaf says how wide a row is, so there is no area.")
@@ -71,8 +71,9 @@ def _leaves(reading: Reading, values: Iterable[Any]) -> list[list[str]]:
 def _sub_batches(piece: Piece, width: int | None, mask: tuple[str, Any] | None) -> list[str]:
     rows = [["sub-batch", "rows", *(["area"] if width else []), *(["padding"] if mask else [])]]
     for i, (size, where) in enumerate(zip(piece.spans.sizes, piece.spans.slices, strict=True)):
-        area = [str(size * width)] if width else []
-        rows.append([str(i), f"{where.start}:{where.stop}", *area, *([_percent(mask[1][where])] if mask else [])])
+        area = [str((size + piece.filler(i)) * width)] if width else []
+        filler = f" + {piece.filler(i)} filler" if piece.filler(i) else ""
+        rows.append([str(i), f"{where.start}:{where.stop}{filler}", *area, *([_percent(mask[1][where])] if mask else [])])
     if len(rows) > SHOWN + 1:
         rows = [*rows[: SHOWN // 2 + 1], ["..."] * len(rows[0]), *rows[-SHOWN // 2 :]]
     return _table(rows[0], rows[1:])

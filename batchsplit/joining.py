@@ -15,6 +15,7 @@ from batchsplit.group import Group
 from batchsplit.layout import Layout, Path, shown
 from batchsplit.leaves import BROADCAST, OTHER_LIST, SCALAR
 from batchsplit.reading import Leaf, read
+from batchsplit.shapes import real_rows
 
 if TYPE_CHECKING:
     from batchsplit.cutter import Cut
@@ -66,9 +67,17 @@ def join_outputs(cut: Cut, outputs: list[Any], layout: Layout) -> Any:
     for piece in cut._pieces:
         stop = start + len(piece.spans.sizes)
         shares = [cut._shares.share(i) for i in range(start, stop)] if _has_scalars(outputs[start]) else None
-        joined.append(_joined(outputs[start:stop], piece.spans.sizes, shares, layout))
+        own = outputs[start:stop]
+        if piece.filling is not None:
+            own = [_without_filler(o, n, piece.filling.size, layout) for o, n in zip(own, piece.spans.sizes, strict=True)]
+        joined.append(_joined(own, piece.spans.sizes, shares, layout))
         start = stop
     return joined if isinstance(cut.batch, Group) else joined[0]
+
+
+def _without_filler(output: Any, rows: int, size: int, layout: Layout) -> Any:
+    """The output of a sub-batch that was filled up to `size` rows, for its own rows."""
+    return output if rows == size else real_rows(output, read([output], layout, [size], root="outputs"), rows)
 
 
 def _joined(outputs: list[Any], rows: list[int], shares: list[Any] | None, layout: Layout) -> Any:

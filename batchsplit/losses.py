@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -92,8 +93,8 @@ def _weighed_terms(
     if not learned:
         raise LossError(_no_grad(sub))
     rest = 1.0 if sums is None else sums.rest_of((by_name[name], terms[name].dtype) for name in learned)
-    first, *others = [terms[name] * (by_name[name] / rest) for name in learned]
-    return sum(others, first), rest
+    parts = [terms[name] * (by_name[name] / rest) for name in learned]
+    return reduce(torch.add, parts), rest
 
 
 def _by_name(loss: Any, share: Any) -> dict[str, float]:

@@ -91,13 +91,13 @@ class Recovery:
         if not out_of_memory(error, self._before):
             return False
         let_go(error, self._before)
-        self._tried.append(sub.rows)
+        self._tried.append(sub.rows + sub.filler)
         if _versions(sub._cut) != self._versions:
             raise CutError(
                 f"memory ran out in {sub!r}, but the batch can't be run again in smaller parts: loss_fn has changed "
                 'its tensors in place. Let it make new ones (x = x * 2, not x.mul_(2)), or write on_oom="raise".'
             ) from error
-        if sub.rows == 1:
+        if sub.rows + sub.filler == 1:
             raise self._too_large(error, sub) from error
         return True
 
@@ -110,7 +110,8 @@ class Recovery:
         self.retries += 1
         collect(self.device)
         width = self._widths[_piece_of(cut, failed)]
-        self.sizes.failed(width or 0, cut[failed].rows)
+        self.sizes.failed(width or 0, cut[failed].rows + cut[failed].filler)
+        cut = cut._unfilled()  # from now on sizes differ anyway
         self._shrunk.add(width)
         if self._in_backward or not done or self._buffers.moved() or self._host.moved():
             raise BeginAgain(self._limited(cut))

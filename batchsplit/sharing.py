@@ -25,7 +25,7 @@ class Shares:
 
     # Knows the pieces of a cut, not the cut itself: in a circle, a batch would live until Python looks for circles.
     def __init__(self, pieces: Sequence[Piece], weight: Any, whole_weight: Any = None) -> None:
-        self.named = isinstance(weight, Mapping)
+        self.named, self.given = isinstance(weight, Mapping), whole_weight
         if isinstance(whole_weight, Mapping) != self.named and whole_weight is not None:
             raise WeightError("whole_weight has to be a mapping by term exactly when weight is one.")
         if self.named:
@@ -39,7 +39,7 @@ class Shares:
     def again(self, pieces: Sequence[Piece]) -> Shares:
         """The shares of the same batch cut anew: parts of the same denominators."""
         shares = Shares.__new__(Shares)
-        shares.named = self.named
+        shares.named, shares.given = self.named, self.given
         shares._terms = {name: term.again(pieces) for name, term in self._terms.items()}
         return shares
 
@@ -56,7 +56,7 @@ class Shares:
         """
         left = iter(wholes)
         shares = Shares.__new__(Shares)
-        shares.named = self.named
+        shares.named, shares.given = self.named, self.given
         shares._terms = {
             name: term.over(next(left), ranks) if term.counted else term for name, term in self._terms.items()
         }

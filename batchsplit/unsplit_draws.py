@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from batchsplit.cutter import Cut, SubBatch
+from batchsplit.errors import CutError
 from batchsplit.moving import moved
 from batchsplit.randomness import WholeRandomness
 
@@ -32,6 +33,11 @@ class UnsplitDraws:
     ) -> None:
         self._streams = []
         for piece in cut._pieces:
+            if piece.filling is not None:
+                raise CutError(
+                    'randomness="whole" with sizes="equal": filler rows have no random numbers in the unsplit batch; '
+                    'write sizes="even" or sizes="full".'
+                )
 
             def forward(leaves: list[Any], build: Any = piece.reading.root.build) -> Any:
                 with nullcontext() if forward_context is None else forward_context():

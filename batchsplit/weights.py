@@ -80,10 +80,12 @@ def label_weight(path: str | int, ignore_index: int = -100, shifted: bool = Fals
     text = f"label_weight({path!r}" + (f", ignore_index={ignore_index}" if ignore_index != -100 else "")
     text += ", shifted=True)" if shifted else ")"
 
-    return _Labels(path, text, ignore_index, shifted)
+    return Labels(path, text, ignore_index, shifted)
 
 
-class _Labels(Count):
+class Labels(Count):
+    """How many labels a loss does not ignore."""
+
     def __init__(self, path: str | int, text: str, ignore_index: int, shifted: bool) -> None:
         super().__init__(path, text)
         self.ignore_index, self.shifted = ignore_index, shifted
@@ -114,10 +116,12 @@ def mask_weight(path: str | int) -> Count:
         >>> [sub.share for sub in BatchCutter(rows=1, weight=mask_weight("mask")).cut(batch)]
         [0.75, 0.25]
     """
-    return _Mask(path, f"mask_weight({path!r})")
+    return Mask(path, f"mask_weight({path!r})")
 
 
-class _Mask(Count):
+class Mask(Count):
+    """The sum of a mask."""
+
     def elements(self, leaf: Any) -> Any:
         # Floats of 16 bits would round or overflow when added up; whole numbers are widened by the sum itself.
         if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point:

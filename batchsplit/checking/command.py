@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
-import sys
 from typing import Any
 
 from torch import nn
 
 from batchsplit.checking.procedure import ROWS, check
 from batchsplit.errors import CutError
+from batchsplit.named_function import could_not_run, named_function
 
 EXAMPLE = """\
 FUNCTION takes nothing and returns (model, batch, loss_fn) or (model, batch, loss_fn, cutter):
@@ -53,28 +51,13 @@ def run(args: argparse.Namespace) -> int:
     except Exception as error:
         if getattr(args, "debug", False):
             raise
-        raise CutError(
-            f"{args.function} could not be run: {type(error).__name__}: {error} (--debug shows where)"
-        ) from error
+        raise could_not_run(args.function, error) from error
     print(report)
     return 0 if report.exact else 1
 
 
 def _given(name: str) -> tuple[Any, ...]:
-    module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
-        raise CutError(f"{name!r}: write MODULE:FUNCTION, as in train:check_this.")
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise CutError(f"there is no module {error.name!r}, looked for from {here} on.") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise CutError(f"{module_name} has no function {function_name!r}.")
-    given = function()
+    given = named_function(name)()
     if not isinstance(given, tuple) or len(given) not in (3, 4) or not isinstance(given[0], nn.Module):
         raise CutError(f"{name} has to return (model, batch, loss_fn) or (model, batch, loss_fn, cutter).")
     return given

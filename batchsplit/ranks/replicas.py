@@ -43,7 +43,7 @@ class Replicas(Reduction):
         self.left = 0  # so many reductions are still to come in this step, on every rank
         self.learned = False
         self.called: set[Any] = set()
-        self.began: set[Any] = set()  # those that have broadcast their buffers in this step
+        self.began: set[Any] = set()  # those that have broadcast their buffers since the last reduction
         self.synced: set[Any] = set()  # those whose forward in this sub-batch was not held back
         self.reached: set[Tensor] = set()  # parameters of terms without weight
 
@@ -104,7 +104,9 @@ class Replicas(Reduction):
         return sum(zeros, start=0 if turn.silent else loss) if zeros else None if turn.silent else loss  # type: ignore[return-value]
 
     def reduce(self, turn: Turn) -> None:
-        self._carry([wrapper for wrapper in self.wrappers if not (turn.carries and wrapper in self.synced)])
+        carried = self.synced if turn.carries else set()
+        self.began -= carried
+        self._carry([wrapper for wrapper in self.wrappers if wrapper not in carried])
         while turn.last and self.left:  # others have more sub-batches, and reduce after each
             self._carry(self.wrappers)
         self.learning = self.sending = False
@@ -128,14 +130,16 @@ class Replicas(Reduction):
 
     def _carry(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         for wrapper in wrappers:
+            if wrapper in self.began:
+                wrapper.require_forward_param_sync = False  # else this rank still has to join in that
             carry(wrapper, self.reached)
+            self.began.discard(wrapper)
         self.left -= 1
 
 
 def carry(wrapper: DistributedDataParallel, reached: Set[Tensor] = frozenset()) -> None:
     """Reduce the gradients that have added up in `.grad`, by a backward of zeros through the wrapper."""
     module, wanted = wrapper.module, _wanted(wrapper, reached)
-    wrapper.require_forward_param_sync = False  # the buffers have been broadcast in this step
     wrapper._modules["module"] = _Touch(wanted)
     try:
         with torch.enable_grad():
