@@ -202,7 +202,7 @@ def _run(
             else:
                 run_one(sub, following, last)
         except Exception as error:
-            waited_for = last and reduction is not None and not reduction.recovers and several_ranks()
+            waited_for = reduction is not None and (reduction.sending or (last and not reduction.recovers and several_ranks()))
             failed = recovery is not None and not waited_for and recovery.caught(error, sub)
             if not failed:
                 error.add_note(f"This came up in {sub!r}; nothing was stepped.")

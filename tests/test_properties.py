@@ -16,8 +16,9 @@ from strategies import Drawn, batches
 
 TIMES = settings.default.max_examples if settings.default else 100  # 100 in CI, 5,000 in the large profile
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state"),
+    pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state"),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),  # torch_geometric, on import
 ]
 

@@ -156,11 +156,11 @@ def ignores(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Ten
 # Data: ragged, padded to one width, with labels of -100
 
 
-def rows(n: int, kind: str = "tokens", empty: tuple[int, ...] = ()) -> Any:
+def rows(n: int, kind: str = "tokens", empty: tuple[int, ...] = (), lengths: Any = None) -> Any:
     """Rows of 2 to 8 tokens; those in `empty` without a label."""
     data = []
     for i in range(n):
-        length = int(torch.randint(2, WIDTH + 1, ()))
+        length = lengths[i] if lengths else int(torch.randint(2, WIDTH + 1, ()))
         mask = (torch.arange(WIDTH) < length).long()
         ids = torch.randint(3, VOCAB, (WIDTH,)) * mask
         top = CLASSES if kind == "tags" else VOCAB
@@ -423,6 +423,33 @@ def test_resumed_in_the_middle_of_an_epoch(tmp_path: Any) -> None:
         assert torch.equal(a, b)
 
 
+def test_what_is_asked_of_the_loss_leaves_no_trace(tmp_path: Any) -> None:
+    """Neither in the random numbers, of a model that draws in eval mode too, nor in running statistics."""
+    model, data = Drawing(), rows(6)
+    states: dict[Any, Any] = {}
+    for kind, more in ((Trainer, {}), (CutTrainer, {"cutter": BatchCutter(rows=2), "coupled": "allow"})):
+        mine: Any = copy.deepcopy(model)
+
+        def hook(module: Any, args: Any, kind: Any = kind) -> None:
+            if module.training:
+                states.setdefault(kind, (torch.get_rng_state(), module.running.running_mean.clone()))
+
+        mine.register_forward_pre_hook(hook)
+        kind(mine, settings(tmp_path), train_dataset=data, **more).train()
+    for a, b in zip(states[Trainer], states[CutTrainer], strict=True):
+        assert torch.equal(a, b)
+
+
+class Drawing(Dividing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: Any = nn.BatchNorm1d(WIDTH).double()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        self.running(torch.rand(3, WIDTH, dtype=torch.double))
+        return super().forward(input_ids, attention_mask, labels, **kwargs)
+
+
 def trained_gradient(trainer: Any) -> dict[str, Tensor]:
     """What the optimizer is given in the first step."""
     found: dict[str, Tensor] = {}
@@ -438,9 +465,10 @@ def trained_gradient(trainer: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["autocast", "parameters"])
-@pytest.mark.parametrize("kind", ["gpt2", "tagger"])
+@pytest.mark.parametrize("kind", ["gpt2", "tagger", "refusing"])
 def test_bfloat16_is_no_further_from_the_truth(kind: str, precision: str, tmp_path: Any) -> None:
-    make, labels, _, _ = KINDS[kind]
+    make, labels, cutter, _ = KINDS[kind]
+    cutter = BatchCutter(rows=4, weight=cutter.weight)
     model = make().bfloat16().double()  # the same values in either precision
     data, size = rows(32, labels), {"per_device_train_batch_size": 32, "max_steps": 1, "max_grad_norm": 0}
     short = {"bf16": True} if precision == "autocast" else {}
@@ -448,7 +476,7 @@ def test_bfloat16_is_no_further_from_the_truth(kind: str, precision: str, tmp_pa
     truth = trained_gradient(Trainer(model, settings(tmp_path, **size), train_dataset=data))
     args = settings(tmp_path, **size, **short)
     whole = trained_gradient(Trainer(copy.deepcopy(low), args, train_dataset=data))
-    cut = trained_gradient(CutTrainer(low, args, train_dataset=data, cutter=BatchCutter(rows=4)))
+    cut = trained_gradient(CutTrainer(low, args, train_dataset=data, cutter=cutter))
     assert distance(whole, truth) > 0
     assert distance(cut, truth) <= 1.25 * distance(whole, truth)
 
@@ -541,7 +569,7 @@ def test_b29_shares_on_top_of_the_count_are_noticed(tmp_path: Any) -> None:
         mixed=Wrong,
         max_grad_norm=0,
     )
-    assert cut.logs[0]["loss"] == pytest.approx(whole.logs[0]["loss"] / 4, rel=0.2)
+    assert cut.logs[0]["loss"] < whole.logs[0]["loss"] / 2
     assert apart(cut, whole) > 0.1
 
 
@@ -549,7 +577,14 @@ def test_b29_shares_on_top_of_the_count_are_noticed(tmp_path: Any) -> None:
 
 
 def cutting(path: Any, model: Any, cutter: Any, data: Any = None, coupled: str = "raise", **more: Any) -> Any:
-    return CutTrainer(model, settings(path), train_dataset=data or rows(6), cutter=cutter, coupled=coupled, **more)
+    return CutTrainer(
+        model,
+        settings(path),
+        train_dataset=data or rows(6, lengths=range(2, 8)),
+        cutter=cutter,
+        coupled=coupled,
+        **more,
+    )
 
 
 class Partly(Swallowing):
@@ -580,7 +615,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
         r"\(6, 8\), and the loss is that of Swallowing, .*can't be known.*weight=",
     ),
     "in doubt, function": (gpt2, "default", ignores, r"the loss is compute_loss_func \(ignores\), .*weight="),
-    "another weight": (Swallowing, over_rows, None, r"the loss of 3 rows is .* put together by weight=over_rows"),
+    "another weight": (Swallowing, over_rows, None, r"the loss of 2 rows is .* put together by weight=over_rows"),
     "no sum": (Swallowing, None, None, r"put together by weight=None, .*cut training is not exact"),
     "conflict": (
         Dividing,
@@ -596,7 +631,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_exact_is_refused(case: str, tmp_path: Any) -> None:
     model, weight, loss, message = REFUSED[case]
-    cutter = BatchCutter(rows=4) if weight == "default" else BatchCutter(rows=4, weight=weight)
+    cutter = BatchCutter(rows=2) if weight == "default" else BatchCutter(rows=2, weight=weight)
     trainer = cutting(tmp_path, model(), cutter, compute_loss_func=loss)
     before = copy.deepcopy(trainer.model.state_dict())
     with pytest.raises(CutError, match=message):
@@ -606,10 +641,10 @@ def test_what_is_not_exact_is_refused(case: str, tmp_path: Any) -> None:
 
 def test_what_is_not_exact_is_warned_of_once(tmp_path: Any) -> None:
     with pytest.warns(UserWarning, match="cut training is not exact") as caught:
-        cutting(tmp_path, Swallowing(), BatchCutter(rows=4, weight=over_rows), coupled="warn").train()
+        cutting(tmp_path, Swallowing(), BatchCutter(rows=2, weight=over_rows), coupled="warn").train()
     assert sum("cut training" in str(warning.message) for warning in caught) == 1
     cutting(
-        tmp_path, Swallowing(), BatchCutter(rows=4, weight=over_rows), coupled="allow"
+        tmp_path, Swallowing(), BatchCutter(rows=2, weight=over_rows), coupled="allow"
     ).train()  # warnings are errors
 
 

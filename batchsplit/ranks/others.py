@@ -131,7 +131,9 @@ class Ranks:
         words = self._heard(self.tell(READY, [sub, place, value, *sums.tolist()]))
         if len({len(word.values) for word in words}) > 1:
             raise CutError("loss_fn returned other terms on other ranks.")
-        means = [math.fsum(column) / self.count for column in list(zip(*(word.values for word in words), strict=True))[3:]]
+        means = [
+            math.fsum(column) / self.count for column in list(zip(*(word.values for word in words), strict=True))[3:]
+        ]
         loss, *terms = torch.tensor(means, dtype=sums.dtype, device=sums.device).unbind()
         result.loss, result.terms = loss, dict(zip(names, terms, strict=True))
         bad = next((word for word in words if word.values[0] >= 0), None)

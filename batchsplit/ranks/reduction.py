@@ -37,7 +37,8 @@ def chosen_hold(sync: Any, found: Hold | None) -> Hold | None:
         return None
     if not callable(sync):
         raise CutError(f"sync={sync!r}: write None, False, or a function that returns a context, like model.no_sync.")
-    return sync
+    chosen: Any = sync
+    return chosen
 
 
 class Reduction:
@@ -48,12 +49,15 @@ class Reduction:
 
     recovers = False  # can a sub-batch that ran out of memory be run again, whichever it is?
 
-    def __init__(self, model: Any = None, sync: Any = None, found: Hold | None = None, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, model: Any = None, sync: Any = None, found: Hold | None = None, ranks: Ranks | None = None
+    ) -> None:
         self.model, self.each = model, sync is False
         self.hold = chosen_hold(sync, found)
         self.ranks = Ranks() if ranks is None else ranks
         self.most = 0  # sub-batches on the rank that has most
-        self.done = self.sending = False  # is the reduction through, or under way?
+        self.done = False  # is the reduction through?
+        self.sending = False  # is it under way, so that nothing can be taken back?
         self.told = False  # have the others heard how the step went?
 
     @property
@@ -93,7 +97,6 @@ class Reduction:
 
     def sends(self, loss: Tensor, turn: Turn) -> Tensor | None:
         """What to send backward, just before it is, of a weighed loss (any loss in a silent turn)."""
-        self.sending = turn.carries
         return loss
 
     def reduce(self, turn: Turn) -> None:

@@ -33,12 +33,17 @@ class Replicas(Reduction):
     recovers = True
 
     def __init__(self, model: Any, wrappers: Sequence[DistributedDataParallel], sync: Any = None) -> None:
-        groups = {wrapper.process_group.size(): wrapper.process_group for wrapper in wrappers}
+        found: list[Any] = [wrapper.process_group for wrapper in wrappers]
+        groups = {group.size(): group for group in found}
         if len(groups) > 1:
-            raise CutError(f"the DistributedDataParallel modules of a model are over {sorted(groups)} ranks: use one group.")
+            raise CutError(
+                f"the DistributedDataParallel modules of a model are over {sorted(groups)} ranks: use one group."
+            )
         device = next((p.device for p in wrappers[0].parameters()), torch.device("cpu"))
         super().__init__(model, sync, self._no_sync, Ranks(list(groups.values()), device))
-        self.wrappers = [wrapper for wrapper in wrappers if wrapper.require_backward_grad_sync]  # else the user holds it
+        self.wrappers = [
+            wrapper for wrapper in wrappers if wrapper.require_backward_grad_sync
+        ]  # else the user holds it
         self.learning = any(wrapper.static_graph and not getattr(wrapper, STATIC) for wrapper in self.wrappers)
         self.left = 0  # so many reductions are still to come in this step, on every rank
         self.learned = False
@@ -109,7 +114,7 @@ class Replicas(Reduction):
         self._carry([wrapper for wrapper in self.wrappers if wrapper not in carried])
         while turn.last and self.left:  # others have more sub-batches, and reduce after each
             self._carry(self.wrappers)
-        self.learning = self.sending = False
+        self.learning = False
         if self.learned and self.wrappers and not self.called and self.ranks.count > 1:
             raise CutError(
                 "loss_fn never calls the DistributedDataParallel model, so its gradients are not synchronised: "
@@ -129,23 +134,25 @@ class Replicas(Reduction):
             self.ranks.fail()
 
     def _carry(self, wrappers: Sequence[DistributedDataParallel]) -> None:
+        self.sending = True
         for wrapper in wrappers:
             if wrapper in self.began:
                 wrapper.require_forward_param_sync = False  # else this rank still has to join in that
             carry(wrapper, self.reached)
             self.began.discard(wrapper)
         self.left -= 1
+        self.sending = False
 
 
 def carry(wrapper: DistributedDataParallel, reached: Set[Tensor] = frozenset()) -> None:
     """Reduce the gradients that have added up in `.grad`, by a backward of zeros through the wrapper."""
     module, wanted = wrapper.module, _wanted(wrapper, reached)
-    wrapper._modules["module"] = _Touch(wanted)
+    wrapper._modules["module"] = _Touch(wanted, module)
     try:
         with torch.enable_grad():
-            reached = wrapper.forward(torch.zeros((), device=wanted[0].device if wanted else None))
-        if reached.requires_grad:
-            reached.backward()
+            zero: Any = wrapper.forward(torch.zeros((), device=wanted[0].device if wanted else None))
+        if zero.requires_grad:
+            zero.backward()
     finally:
         wrapper._modules["module"] = module
 
@@ -175,11 +182,12 @@ def leaves(nodes: Iterable[Any]) -> set[Tensor]:
 
 
 class _Touch(torch.nn.Module):
-    """Gives a zero that depends on parameters, which are not its own."""
+    """Gives a zero that depends on parameters, in the place of the module that has them."""
 
-    def __init__(self, parameters: list[Tensor]) -> None:
+    def __init__(self, parameters: list[Tensor], module: torch.nn.Module) -> None:
         super().__init__()
         self.reached = parameters
+        self.named_buffers = module.named_buffers  # the wrapper is to find those that it broadcasts
 
     def forward(self, zero: Tensor) -> Tensor:
         return Nothing.apply(*self.reached) if self.reached else zero  # type: ignore[return-value]

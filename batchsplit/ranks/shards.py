@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from batchsplit.cutter import Cut
 from batchsplit.errors import CutError, LossError
@@ -81,14 +82,12 @@ class Shards(Reduction):
             yield
 
     def _keep(self, root: Any, args: Any, output: Any) -> None:
-        found = torch.utils._pytree.tree_leaves(output)
-        self.outputs += [t for t in found if isinstance(t, Tensor) and t.requires_grad]
+        self.outputs += [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
 
     def uncalled(self) -> bool:
         return self.ranks.count > 1 and not self.outputs
 
     def sends(self, loss: Tensor, turn: Turn) -> Tensor:
-        self.sending = True
         if not turn.missing:
             return loss
         if not self.outputs:
@@ -101,7 +100,9 @@ class Shards(Reduction):
             if hasattr(root, "reset_iter_state"):
                 with suppress(Exception):
                     root.reset_iter_state()
-        for p in _sharded_parameters(self.modules):  # gradients that were held back are in neither `.grad` nor the model
+        for p in _sharded_parameters(
+            self.modules
+        ):  # gradients that were held back are in neither `.grad` nor the model
             p.unsharded_accumulated_grad = None
             if getattr(p, "_unsharded_param", None) is not None:
                 p._unsharded_param.grad = None
@@ -112,7 +113,7 @@ class Shards(Reduction):
 def _groups(modules: Sequence[Any]) -> Iterator[Any]:
     """What torch keeps of sharded parameters; nothing where it keeps that in another way than known here."""
     for module in modules:
-        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
         one = [state._fsdp_param_group] if getattr(state, "_fsdp_param_group", None) is not None else []
         yield from getattr(state, "_fsdp_param_groups", one)
 
@@ -136,5 +137,7 @@ def _ranks(model: Any) -> Ranks:
 
 
 def _replicated_and_sharded(model: Any) -> bool:
-    kinds = {tuple(p.is_replicate() for p in one.placements) for one in model.parameters() if hasattr(one, "placements")}
+    kinds = {
+        tuple(p.is_replicate() for p in one.placements) for one in model.parameters() if hasattr(one, "placements")
+    }
     return kinds == {(True, False)}

@@ -33,9 +33,13 @@ def reduction_of(model: Any, sync: Any = None) -> Reduction:
     wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
     shards = [module for module in modules if hasattr(module, "set_requires_gradient_sync")]
     if wrappers and shards:
-        raise CutError("a model with both DistributedDataParallel and fully_shard in it: use one of them for all of it.")
+        raise CutError(
+            "a model with both DistributedDataParallel and fully_shard in it: use one of them for all of it."
+        )
     if any(type(module).__name__ == "FullyShardedDataParallel" and _many(module) for module in modules):
-        raise CutError("FullyShardedDataParallel over several ranks: write torch.distributed.fsdp.fully_shard(model) instead.")
+        raise CutError(
+            "FullyShardedDataParallel over several ranks: write torch.distributed.fsdp.fully_shard(model) instead."
+        )
     if wrappers:
         from batchsplit.ranks.replicas import Replicas
 
