@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections import UserDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -85,7 +85,7 @@ def _set_attributes(new: Any, original: Any, keys: Sequence[Any], values: Sequen
     if not hasattr(original, "__dict__"):
         return
     if vars(original) is original:  # class AttrDict(dict): self.__dict__ = self
-        new.__dict__ = new
+        object.__setattr__(new, "__dict__", new)
         return
     own = {key.name: value for key, value in zip(keys, values) if isinstance(key, Attribute)}
     twins = {id(old): value for old, value in zip(items, values) if not isinstance(old, SCALAR_TYPES)}
@@ -117,10 +117,19 @@ def _take_dict(value: Any) -> tuple[tuple[Any, ...], Sequence[Any]]:
 
 
 def _make_dict(original: Any, keys: tuple[Any, ...], values: Sequence[Any]) -> Any:
-    new = _copied(original)  # keeps the class, the order of its keys and a defaultdict's factory
+    cls = type(original)
+    base = next(base for base in cls.__mro__ if base in (dict, OrderedDict, defaultdict))
+    # Past a constructor that wants arguments, and a __setitem__ that makes something else of an item or takes none.
+    try:
+        new = base.__new__(cls)
+    except TypeError as error:
+        raise _unbuildable(original) from error
     for key, value in zip(keys, values):
         if not isinstance(key, Attribute):
-            dict.__setitem__(new, key, value)  # past a __setitem__ that makes something else of it
+            base.__setitem__(new, key, value)
+    if isinstance(original, defaultdict):
+        new.default_factory = original.default_factory
+    _set_slots(new, original)
     _set_attributes(new, original, keys, values, list(dict.values(original)))
     return new
 
@@ -191,21 +200,20 @@ def _make_dataclass(original: Any, keys: tuple[Any, ...], values: Sequence[Any])
         new = _copied(original)
     fields = {key: value for key, value in zip(keys, values) if not isinstance(key, Attribute)}
     _set_attributes(new, original, keys, values, [getattr(original, name) for name in fields])
-    for name in _slots(cls):
-        if name not in fields and hasattr(original, name):
-            object.__setattr__(new, name, getattr(original, name))
+    _set_slots(new, original)
     for name, value in fields.items():
         object.__setattr__(new, name, value)
     return new
 
 
-def _slots(cls: type) -> Iterator[str]:
-    for base in cls.__mro__:
+def _set_slots(new: Any, original: Any) -> None:
+    for base in type(original).__mro__:
         names = base.__dict__.get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
             hidden = name.startswith("__") and not name.endswith("__")
-            if name not in ("__dict__", "__weakref__"):
-                yield f"_{base.__name__.lstrip('_')}{name}" if hidden else name
+            name = f"_{base.__name__.lstrip('_')}{name}" if hidden else name
+            if name not in ("__dict__", "__weakref__") and hasattr(original, name):
+                object.__setattr__(new, name, getattr(original, name))
 
 
 def pytree_codec(node: Any) -> Codec:

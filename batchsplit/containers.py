@@ -24,7 +24,6 @@ from batchsplit.codecs import (
 )
 from batchsplit.layout import nearest, registered
 
-
 OURS = (OrderedDict, defaultdict, deque, torch.Size)  # the pytree knows these too, but loses some of what they are
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, count, repeat
 from typing import Any, Literal, overload
@@ -356,8 +356,8 @@ class BatchCutter:
         if self.parts is not None and len(rows) > self.parts:
             raise CutError(f"parts={self.parts}: a group of {len(rows)} batches of their own padding can't be in fewer parts.")
         pieces = []
-        for (reading, leaves, count, one), n in zip(found, parts, strict=True):
-            sizes, size = (even_sizes(count, n), -(-count // n)) if n else self._sizes(reading, leaves, count, one)
+        for (reading, leaves, total, one), n in zip(found, parts, strict=True):
+            sizes, size = (even_sizes(total, n), -(-total // n)) if n else self._sizes(reading, leaves, total, one)
             pieces.append(self._piece(reading, leaves, Spans(one, sizes), size))
         return pieces
 

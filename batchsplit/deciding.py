@@ -40,7 +40,7 @@ def rows_of(root: Place, name: str) -> tuple[int, str, bool]:
     if not certain and not bearers:
         for place in _lists(root):
             certain.extend(_proposals(place, name))
-        if len(certain) == 1 and _family_of(certain[0]) == {"tensor"}:
+        if len(certain) == 1 and _family_of(certain[0]) == {"tensor"} and any(_bearers(certain[0], into_lists=True)):
             raise _two_readings(certain[0], name)  # ragged rows, or a leaf that is a row short: nothing else says which
     certain = certain or bearers
     if not certain:
@@ -73,6 +73,8 @@ def _proposals(place: Place, name: str) -> list[Place]:
         outside = [p for child in place.children for p in _bearers(child)]
         return outside or [p for child in place.children for one in _lists(child) for p in _proposals(one, name)]
     if families == {"tensor"}:
+        if not inner:  # tensors without axes, one a row: nothing else in them has rows
+            return rows
         if len({p.counts[0] for p in inner}) == 1 and len(inner) == len(place.children):
             return inner
     elif not inner and (place.path or len({tuple(c.counts) for c in place.children if c.form == "list"}) != 1):
@@ -84,7 +86,8 @@ def _proposals(place: Place, name: str) -> list[Place]:
 
 
 def _two_readings(place: Place, name: str) -> LeafError:
-    inner = [(p.path, p.counts[0]) for p in _bearers(place, into_lists=True)]
+    bearers = list(_bearers(place, into_lists=True)) or [child for child in place.children if child.form == "list"]
+    inner = [(p.path, p.counts[0]) for p in bearers]
     return LeafError(doubts.two_readings(place.path, place.values[0], inner, name))
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from batchsplit.containers import lookup
 from batchsplit.errors import LeafError
 from batchsplit.layout import Packed, Registered, normal
-from batchsplit.leaves import Dense, Kind, Made, RowList, Spans, is_offsets
+from batchsplit.leaves import Dense, Kind, Made, RowList, Spans, is_offsets, like_list
 from batchsplit.plan import offsets
 
 
@@ -80,10 +81,7 @@ class PackedEntries(Kind):
         return memo[key]
 
     def _read_counts(self, batch: Any) -> list[int]:
-        try:
-            found = lookup(batch, normal(self.counts)) if isinstance(self.counts, str) else self.counts(batch)
-        except KeyError as error:
-            raise LeafError(f'packed({self.counts!r}) for "{self.path}": no such leaf; {error.args[0]}') from None
+        found = self._found(batch) if isinstance(self.counts, str) else self.counts(batch)
         numbers = found.tolist() if hasattr(found, "tolist") else found
         whole = isinstance(numbers, (list, tuple)) and all(type(n) is int and n >= 0 for n in numbers)
         if not whole:
@@ -92,6 +90,12 @@ class PackedEntries(Kind):
                 "they have to be one whole number, 0 or more, for each row."
             )
         return list(numbers)
+
+    def _found(self, batch: Any) -> Any:
+        try:
+            return lookup(batch, normal(self.counts))
+        except KeyError as error:
+            raise LeafError(f'packed({self.counts!r}) for "{self.path}": no such leaf; {error.args[0]}') from None
 
     def rows_of(self, leaf: Any, batch: Any, memo: dict[Any, Any]) -> int:
         """The rows of the batch, as the counts have it."""
@@ -123,6 +127,8 @@ class PackedEntries(Kind):
                 f'packed leaf "{self.path}" has {length} entries, but its counts add up to {total}; '
                 "the counts say how many entries of its first axis each row owns."
             )
+        if isinstance(leaf, (list, deque)):
+            return Made(lambda s: like_list(leaf, list(leaf)[ends[s.start] : ends[s.stop]]), spans.slices)
         return [leaf[ends[s.start] : ends[s.stop]] for s in spans.slices]
 
     def join(self, parts: list[Any], like: Any = None) -> Any:
@@ -130,7 +136,7 @@ class PackedEntries(Kind):
         if len(parts) > 1 and like is not None and len(like) == entries and is_offsets(like):
             lasts = offsets([int(part[-1]) for part in parts])
             parts = [parts[0], *(part[1:] + last for part, last in zip(parts[1:], lasts[1:-1], strict=True))]
-        return RowList().join(parts) if isinstance(parts[0], (list, tuple)) else Dense().join(parts)
+        return RowList().join(parts) if isinstance(parts[0], (list, tuple, deque)) else Dense().join(parts)
 
 
 def _brief(value: Any) -> str:

@@ -48,7 +48,8 @@ def _remedy(path: Path, value: Any, rows: int) -> str:
 
 def first_axis(path: Path, value: Any, count: int, rows: int, source: str, root: str) -> str:
     """A leaf whose first axis is neither 1 nor the number of rows."""
-    where = f"{shown(path, root)} ({looks(value)}) has {count} rows, neither 1 nor the batch's {rows} (known by {source})"
+    differs = f"neither 1 nor the batch's {rows}" if rows != 1 else "not the batch's 1"
+    where = f"{shown(path, root)} ({looks(value)}) has {count} rows, {differs} (known by {source})"
     return f"{where}; {_remedy(path, value, rows)}."
 
 
@@ -88,7 +89,7 @@ def two_readings(path: Path, value: Any, inner: list[tuple[Path, int]], root: st
     """A list that is either one item a row, or structure; `inner` are the leaves in it, with their rows."""
     structure = structure_line(path for path, _ in inner) or "a tuple instead of the list"
     sizes = [str(rows) for _, rows in inner]
-    found = f", with {' and '.join(dict.fromkeys(sizes))} for the first axes of its tensors," if sizes else ""
+    found = f", with {' and '.join(dict.fromkeys(sizes))} for the lengths of its items," if sizes else ""
     return (
         f"{shown(path, root)} ({looks(value)}){found} can be read in two ways. If each item is one row, write "
         f"{_line(path, 'PER_ROW')}; if its items are leaves of all rows, write {structure}."

@@ -20,10 +20,10 @@ from batchsplit.coupling import Coupled
 from batchsplit.cutter import BatchCutter, Cut
 from batchsplit.errors import CutError
 from batchsplit.fitting import Sizes
+from batchsplit.losses import Accumulated, raise_unless_finite
 from batchsplit.memory import Recovery
 from batchsplit.precision import check_accumulate, summed
 from batchsplit.ranks import Ended, reduction_of
-from batchsplit.losses import Accumulated, raise_unless_finite
 from batchsplit.step import LossFn, accumulate, check_randomness
 from batchsplit.unsplit_draws import UnsplitDraws
 

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cut(name: str, given: Any, limits: dict[str, int | None]) -> Cut:
+def _cut(name: str, given: Any, limits: dict[str, Any]) -> Cut:
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], BatchCutter):
         given, cutter = given
         if any(limit is not None for limit in limits.values()):

@@ -50,7 +50,9 @@ class Filling:
             row = _full_like(row, self.blank[path])
         filled = leaf.kind.join([part, *[row] * (self.size - rows)])
         if leaf.kind.bears_rows and leaf.kind.count(filled) != self.size:
-            raise LeafError(f'sizes="equal": {where} was filled up to {leaf.kind.count(filled)} rows, not {self.size}; {EVEN}.')
+            raise LeafError(
+                f'sizes="equal": {where} was filled up to {leaf.kind.count(filled)} rows, not {self.size}; {EVEN}.'
+            )
         return filled
 
     def check(self, piece: Piece) -> None:
@@ -62,7 +64,9 @@ class Filling:
         }
         for path in self.blank:
             if path not in plain:
-                raise LeafError(f'sizes="equal": filler rows are marked in "{path}", which is no tensor with rows here; {EVEN}.')
+                raise LeafError(
+                    f'sizes="equal": filler rows are marked in "{path}", which is no tensor with rows here; {EVEN}.'
+                )
 
 
 EVEN = 'write sizes="even" or sizes="full"'
@@ -91,7 +95,9 @@ def blanks(weight: Any) -> dict[str, Any]:
 
 def _note(found: dict[str, Any], path: str, value: Any) -> None:
     if found.setdefault(path, value) != value:
-        raise WeightError(f'sizes="equal": "{path}" is counted in two ways, so filler rows can\'t be marked in it; {EVEN}.')
+        raise WeightError(
+            f'sizes="equal": "{path}" is counted in two ways, so filler rows can\'t be marked in it; {EVEN}.'
+        )
 
 
 def _refusal(weight: Any) -> str:
@@ -107,7 +113,9 @@ def _refusal(weight: Any) -> str:
 
 
 def _full_like(row: Any, value: Any) -> Any:
-    return torch.full_like(row, value, requires_grad=False) if isinstance(row, torch.Tensor) else np.full_like(row, value)
+    return (
+        torch.full_like(row, value, requires_grad=False) if isinstance(row, torch.Tensor) else np.full_like(row, value)
+    )
 
 
 def real_rows(output: Any, reading: Reading, rows: int) -> Any:
@@ -115,7 +123,9 @@ def real_rows(output: Any, reading: Reading, rows: int) -> Any:
     leaves: list[Any] = []
     reading.root.gather(output, leaves)
     spans = Spans(output, [rows, reading.rows - rows])
-    return reading.root.build([leaf.kind.cut(value, spans)[0] for leaf, value in zip(reading.leaves, leaves, strict=True)])
+    return reading.root.build(
+        [leaf.kind.cut(value, spans)[0] for leaf, value in zip(reading.leaves, leaves, strict=True)]
+    )
 
 
 def shape_keys(sizes: Sequence[int], leaves: Sequence[Any], kinds: Sequence[Any]) -> list[tuple[int, ...]]:

@@ -18,6 +18,7 @@ from batchsplit.moving import Ahead
 from batchsplit.plan import offsets
 from batchsplit.precision import Sums, summed
 from batchsplit.ranks import Reduction, Turn, reduction_of, several_ranks
+from batchsplit.undivided import Undivided
 from batchsplit.unsplit_draws import UnsplitDraws
 
 LossFn = Callable[[Any], Any]
@@ -44,7 +45,7 @@ def run_step(
 
     Raises:
         CutError: the loss is no scalar, has no gradient, does not match the weights by name, or is not finite; the
-            whole weight is 0.
+            whole weight is 0; `backward` divides the loss once more.
 
     Example:
         >>> import torch
@@ -58,8 +59,17 @@ def run_step(
     if not isinstance(cut, Cut):
         raise CutError(f"run_step wants a Cut, not a {type(cut).__name__}: write run_step(cutter.cut(batch), loss_fn).")
     check_randomness(randomness)
+    if backward is not None:
+        backward = Undivided(backward)
+    return gradients_of(cut, loss_fn, reduction_of(model, sync), backward, randomness)
+
+
+def gradients_of(
+    cut: Cut, loss_fn: LossFn, reduction: Reduction, backward: Callable[[Tensor], Any] | None, randomness: str
+) -> Tensor:
+    """What `run_step` does, with gradients reduced in the way given, for its model."""
+    model, own = reduction.model, cut
     parameters = [] if model is None else list(model.parameters())
-    reduction, own = reduction_of(model, sync), cut
     reduction.check(False, randomness)
     cut = reduction.agreed(lambda: own)
     whole = len(cut) == 1 and reduction.ranks.count == 1
@@ -143,7 +153,7 @@ def _run(
     outputs: dict[int, Any] = {}
 
     def forward(sub: SubBatch, following: SubBatch | None = None) -> Any:
-        data = ahead.data(sub, following)
+        data = sub.data if ahead.device is None else ahead.data(sub, following)
         if forward_context is None:
             return loss_fn(data)
         with forward_context():

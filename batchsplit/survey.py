@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from batchsplit.codecs import Codec
 from batchsplit.containers import codec_of
 from batchsplit.declared import ByFunction, Own, PackedEntries
+from batchsplit.doubts import an
 from batchsplit.errors import LeafError
 from batchsplit.layout import PER_ROW, SHARED, Axis, Layout, Marker, Packed, Path, dotted, normal, registered, shown
 from batchsplit.leaves import DECLARED_SHARED, LISTS, SCALARS, Dense, Kind, Refused, RowList, scalar_items, strings
@@ -45,6 +45,11 @@ class Place:
         return self.form == "dense" or (self.kind is not None and self.kind.broadcasts and not self.declared)
 
 
+def bears_rows(place: Place) -> bool:
+    """Is there anything in it that has rows?"""
+    return bool(place.counts) or any(map(bears_rows, place.children))
+
+
 class Survey:
     """Walks a batch, or the outputs of several sub-batches."""
 
@@ -53,6 +58,7 @@ class Survey:
         self.used: set[str] = set()
         self.known: list[str] = []
         self.memo: dict[Any, Any] = {}
+        self.inside: set[int] = set()  # ids of the containers around a place
 
     def look(self, path: Path, values: list[Any], marker: Any) -> Place:
         if self.layout:
@@ -96,7 +102,7 @@ class Survey:
         rows_or_entries = isinstance(first, LISTS) or (plain_tuple and self._declared(path))
         if marker is PER_ROW and rows_or_entries:
             return Place(path, values, "kind", RowList(declared=True), [len(v) for v in values], declared=True)
-        if isinstance(marker, Packed) and rows_or_entries and not isinstance(first, deque):
+        if isinstance(marker, Packed) and rows_or_entries:
             return self._packed(path, values, marker)
         undecided = marker is None and isinstance(first, LISTS) and not self.layout.below(path)
         # default_collate hands the strings of (tensor, string) samples over as a tuple
@@ -109,9 +115,15 @@ class Survey:
             if undecided:  # lists of different lengths: one item a row, or nothing
                 return Place(path, values, "list", counts=[len(v) for v in values], codec=None)
             raise LeafError(f"{shown(path, 'outputs')} has other keys in different sub-batches; return the same ones.")
+        if id(first) in self.inside:
+            raise LeafError(f"{shown(path)} is {an(type(first).__name__)} that contains itself.")
+        self.inside.add(id(first))
         children = [
             self.look((*path, codec.step(key)), [items[i] for _, items in taken], marker) for i, key in enumerate(keys)
         ]
+        self.inside.discard(id(first))
+        if marker is not None and children and self._declared(path) and not any(map(bears_rows, children)):
+            raise LeafError(f"{shown(path)} is declared {marker}, but nothing in it has rows.")
         counts = [len(v) for v in values] if undecided else []
         form = "list" if undecided else "branch"
         return Place(path, values, form, counts=counts, codec=codec, keys=keys, children=children)

@@ -203,17 +203,17 @@ def entries(draw: Draw, rows: int) -> Leaf:
     counts = draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows))
     total = sum(counts)
     form = draw(st.sampled_from(["tensor", "offsets", "array", "list"]))
+    value: Any
     marker = packed(lambda batch: counts)
     if form == "offsets":
         value = torch.tensor([0, *np.cumsum(counts)])
         # Without the last one they may be as many as the entries, or as the offsets of that many stretches.
         short = (lambda x: x[:-1]) if rows not in (total, total + 1) else None
         return Leaf(value, lambda part: [str(n) for n in part.diff().tolist()], marker, short=short)
-    if form == "list":
-        value = [f"entry {i}" for i in range(total)]
-    else:
+    value = [f"entry {i}" for i in range(total)]
+    if form != "list":
         value = numbers(draw, total, 2, dtypes=(torch.float32, torch.int64))
-    value = value.numpy() if form == "array" else value
+        value = value.numpy() if form == "array" else value
     # How many entries a row of a part owns only the whole can say: entries are compared one by one.
     return Leaf(value, rows_of, marker, short=(lambda x: x[:-1]) if total else None)
 
@@ -267,7 +267,7 @@ def graphs(draw: Draw, rows: int) -> Leaf:
     from torch_geometric.data import Batch, Data
 
     sizes = draw(st.lists(st.integers(1, 3), min_size=rows, max_size=rows))
-    data = [
+    data: list[Any] = [
         Data(x=torch.full((n, 2), float(i)), edge_index=torch.tensor([[0], [n - 1]]), y=torch.tensor([i]))
         for i, n in enumerate(sizes)
     ]

@@ -152,6 +152,32 @@ class Closed(Mapping[str, Any]):
         return 1
 
 
+class Frozen(dict):
+    """Takes no items, and its constructor and its copies want something else."""
+
+    def __new__(cls, items: dict[str, Any], why: str) -> Frozen:
+        new = super().__new__(cls)
+        dict.update(new, items)
+        return new
+
+    def __init__(self, items: dict[str, Any], why: str) -> None:
+        self.why = why
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("frozen")
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def test_a_dict_is_built_past_its_own_code() -> None:
+    assert [(data.why, len(data["x"])) for data in parts(Frozen({"x": x()}, "just so"))] == [
+        ("just so", 2),
+        ("just so", 2),
+        ("just so", 1),
+    ]
+
+
 def test_a_mapping_that_can_not_be_built_again_is_an_error() -> None:
     with pytest.raises(CutError, match=r"a Closed can't be built again.*register\(Closed, count=") as caught:
         list(BatchCutter(rows=2).cut(Closed(3)))
@@ -319,7 +345,7 @@ def test_lookup_names_the_nearest_path() -> None:
     batch = {"in": [Record(x(), {"mask": y()})], 3: "three"}
     assert lookup(batch, "in.0.y.mask") is batch["in"][0].y["mask"] and lookup(batch, "3") == "three"
     assert lookup(batch, "") is batch
-    with pytest.raises(KeyError, match='did you mean "in.0.y.mask"'):
+    with pytest.raises(KeyError, match=r'did you mean "in\.0\.y\.mask"'):
         lookup(batch, "in.0.y.masks")
 
 

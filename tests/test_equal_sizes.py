@@ -13,7 +13,19 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import cross_entropy
 
-from batchsplit import BatchCutter, Cut, CutError, StepDriver, axis, group, join, label_weight, mask_weight, packed, run_step
+from batchsplit import (
+    BatchCutter,
+    Cut,
+    CutError,
+    StepDriver,
+    axis,
+    group,
+    join,
+    label_weight,
+    mask_weight,
+    packed,
+    run_step,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -56,8 +68,12 @@ def by_mask(model: nn.Module) -> Any:
     return loss
 
 
-def both(model: nn.Module) -> Any:
-    return lambda data: {"ce": by_labels(model)(data), "size": by_mask(model)(data), "l2": model.out.weight.square().sum()}
+def both(model: Any) -> Any:
+    return lambda data: {
+        "ce": by_labels(model)(data),
+        "size": by_mask(model)(data),
+        "l2": model.out.weight.square().sum(),
+    }
 
 
 def over_rows(model: nn.Module) -> Any:
@@ -76,8 +92,8 @@ def difference(loss_of: Any, cut: Cut) -> float:
     """Largest relative difference of loss and gradients from the unsplit batch."""
     model = Tagger()
     whole = copy.deepcopy(model)
-    loss = loss_of(whole)(cut.batch)
-    loss = sum(loss.values()) if isinstance(loss, dict) else loss
+    found: Any = loss_of(whole)(cut.batch)
+    loss: Any = sum(found.values()) if isinstance(found, dict) else found
     loss.backward()
     found = run_step(cut, loss_of(model), model=model)
     pairs = [(found, loss.detach()), *((p.grad, q.grad) for p, q in zip(model.parameters(), whole.parameters()))]
@@ -219,7 +235,8 @@ def test_leaves_that_can_not_be_filled_up() -> None:
 
 
 def test_arguments() -> None:
-    for more in ({}, {"rows": "auto"}, {"area": "auto"}):
+    settings: list[dict[str, Any]] = [{}, {"rows": "auto"}, {"area": "auto"}]
+    for more in settings:
         with pytest.raises(CutError, match='sizes="equal" wants to know the size: give rows='):
             BatchCutter(sizes="equal", **more)
     with pytest.raises(CutError, match='write sizes="even" or sizes="full", or sizes="equal"'):
@@ -282,7 +299,7 @@ def compiled_graphs(sizes: Any) -> tuple[int, int]:
     torch._dynamo.reset()
     counter = CompileCounter()
     model = nn.Sequential(nn.Embedding(WORDS, 6), nn.Linear(6, WORDS))
-    compiled = torch.compile(model, backend=counter, dynamic=False)
+    compiled: Any = torch.compile(model, backend=counter, dynamic=False)
     cutter = BatchCutter(rows=4, weight=label_weight("labels"), sizes=sizes)
     driver = StepDriver(model, torch.optim.SGD(model.parameters(), lr=0.1), by_labels(compiled), cutter)
     for rows in (12, 10, 5, 3):

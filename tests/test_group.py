@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, TensorDataset
 
 from batchsplit import BatchCutter, CutError, axis, group
 
@@ -26,7 +27,7 @@ def batches(*rows: int) -> list[torch.Tensor]:
         ({"rows": 1}, [[4], [4], [3], [2], [5]]),
     ],
 )
-def test_a_group_is_full_with_so_many_batches_or_rows(settings: dict[str, int], sizes: list[list[int]]) -> None:
+def test_a_group_is_full_with_so_many_batches_or_rows(settings: dict[str, Any], sizes: list[list[int]]) -> None:
     loader = batches(4, 4, 3, 2, 5)
     found = list(group(loader, **settings))
     assert [[len(batch) for batch in one] for one in found] == sizes
@@ -45,12 +46,13 @@ def test_lengths() -> None:
 
 
 def test_wrong_arguments() -> None:
+    settings: dict[str, Any]
     for settings in ({}, {"batches": 2, "rows": 3}):
         with pytest.raises(CutError, match="give either batches= or rows="):
             group([], **settings)
     for settings in ({"batches": 0}, {"rows": 0}, {"batches": 1.5}, {"rows": True}):
         with pytest.raises(CutError, match=r"(batches|rows)=.* at least 1"):
-            group([], **settings)  # type: ignore[arg-type]
+            group([], **settings)
 
 
 def test_nothing_is_read_ahead() -> None:
@@ -86,7 +88,7 @@ def test_each_batch_keeps_its_own_padding_and_structure() -> None:
 
 
 def test_attributes_are_the_loaders() -> None:
-    loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=2)
+    loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=2)
     assert group(loader, batches=2).batch_size == 2
     with pytest.raises(AttributeError):
         _ = group(loader, batches=2).no_such_thing

@@ -40,7 +40,8 @@ def test_paths_lead_anywhere_and_can_be_written_in_several_ways(layout: Any) -> 
 def test_a_tuple_or_list_by_positions_and_the_batch_itself() -> None:
     batch = (torch.rand(4, 2), torch.rand(9))
     for key in ("1", "[1]", 1):
-        assert BatchCutter(rows=2, layout={key: SHARED}).cut(batch).rows == 4
+        layout: Any = {key: SHARED}
+        assert BatchCutter(rows=2, layout=layout).cut(batch).rows == 4
     rows = [torch.rand(2), torch.rand(2), torch.rand(2)]
     assert BatchCutter(rows=2, layout={"": PER_ROW}).cut(rows).rows == 3
     assert BatchCutter(rows=2, layout={"": axis(1)}).cut(torch.rand(3, 5)).rows == 5

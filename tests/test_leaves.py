@@ -91,7 +91,7 @@ ARRAYS: dict[str, Callable[[], np.ndarray]] = {
     "structured": lambda: np.array([(i, [i, i]) for i in range(5)], dtype=[("id", "i4"), ("box", "f4", (2,))]),
     "record": lambda: np.array([(i, i / 2) for i in range(5)], dtype=[("a", "i4"), ("b", "f8")]).view(np.recarray),
     "object": lambda: np.array([None, "a", {"k": 1}, (1, 2), 3], dtype=object),
-    "masked": lambda: np.ma.masked_array(np.arange(10).reshape(5, 2), mask=[[0, 1]] * 5, fill_value=7),
+    "masked": lambda: np.ma.masked_array(np.arange(10).reshape(5, 2), mask=np.arange(10).reshape(5, 2) % 2 == 1, fill_value=7),
     "not masked": lambda: np.ma.masked_array(np.arange(5.0)),
     "fortran": lambda: np.asfortranarray(np.random.rand(5, 3)),
     "reversed": lambda: np.arange(5)[::-1],
@@ -149,7 +149,7 @@ def test_b06_a_tensor_without_axes_is_shared() -> None:
 
 
 def test_b11_a_first_axis_of_one_broadcasts() -> None:
-    batch = {"ids": torch.rand(4, 6), "pos": torch.arange(6)[None], "mask": torch.ones(1, 1, 6, 6)}
+    batch: dict[str, Any] = {"ids": torch.rand(4, 6), "pos": torch.arange(6)[None], "mask": torch.ones(1, 1, 6, 6)}
     batch["a"] = np.ones((1, 6))
     for sub in cut(batch):
         assert all(sub.data[name] is batch[name] for name in ("pos", "mask", "a"))
@@ -201,7 +201,7 @@ def test_b18_lists_bear_rows_by_their_length() -> None:
     assert cut({"q": {name: torch.zeros(16, 5) for name in ("ids", "mask", "type")}}).rows == 16
     assert cut({"text": ["a"] * 7}).rows == 7
     text = refusal({"x": ragged[:2]})
-    assert "with 14 and 17 for the first axes" in text and 'layout={"x": PER_ROW}' in text
+    assert "with 14 and 17 for the lengths of its items" in text and 'layout={"x": PER_ROW}' in text
     assert cut({"x": ragged[:2]}, layout={"x": PER_ROW}).rows == 2
     assert cut({"x": ragged[:2], "names": ["a", "b"]}).rows == 2
 
@@ -425,6 +425,8 @@ def test_markers_where_there_is_nothing_to_cut() -> None:
         assert f"is declared {marker}, but a" in refusal(batch, layout={path: marker})
     assert "batch['t'] is declared axis(1), but its shape is ()" in refusal(batch, layout={"t": axis(1)})
     assert "batch['x'] is declared axis(2), but its shape is (4, 2)" in refusal(batch, layout={"x": axis(2)})
+    options = {"options": {"a": 1, "b": ["c"]}, "x": torch.rand(4)}
+    assert "batch['options'] is declared axis(1), but nothing in it has rows" in refusal(options, layout={"options": axis(1)})
     assert "batch['t'] is declared packed(2), but it has no axis" in refusal(batch, layout={"t": packed(2)})
 
 

@@ -158,7 +158,7 @@ def test_set_epoch_finds_what_counts_epochs(through: str) -> None:
         def __getitem__(self, i: int) -> torch.Tensor:
             return torch.tensor(i)
 
-    counts = Epochs()
+    counts: Any = Epochs()
     source: Any = {
         "sampler": lambda: DataLoader(Numbers(8), sampler=counts),
         "batch_sampler": lambda: DataLoader(Numbers(8), batch_sampler=counts),

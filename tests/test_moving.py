@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from batchsplit import BatchCutter, Cut, CutError, StepDriver, group, label_weight, mask_weight
-from batchsplit import moving
+from batchsplit import BatchCutter, Cut, StepDriver, group, label_weight, mask_weight, moving
 from batchsplit.moving import Ahead, moved, overlapping, pinned
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -227,7 +226,7 @@ class Encoding(UserDict[str, Any]):
 @pytest.mark.parametrize("kind", [dict, Encoding, lambda d: tuple(d.values()), lambda d: [d, "text"]])
 def test_a_cut_is_pinned_as_a_cut(pins: list[Tensor], kind: Any) -> None:
     cut = BatchCutter(rows=4).cut(kind(batch() | {"names": [str(i) for i in range(10)]}))
-    through = pin_memory(cut)  # as a DataLoader does with what collate_fn gave
+    through: Any = pin_memory(cut)  # as a DataLoader does with what collate_fn gave
     assert type(through) is Cut and type(through.batch) is type(cut.batch)
     assert len(pins) == 2 and [sub.share for sub in through] == [sub.share for sub in cut]
     pointers = {tensor.untyped_storage().data_ptr() for tensor in pins}
@@ -260,7 +259,7 @@ def test_a_group_and_a_sub_batch_are_pinned(pins: list[Tensor]) -> None:
     (both,) = group([batch(3), batch(4)], batches=2)
     through = BatchCutter(rows=2).cut(both).pin_memory()
     assert len(pins) == 4 and type(through.batch) is type(both) and [sub.rows for sub in through] == [2, 1, 2, 2]
-    sub = pin_memory(BatchCutter(rows=2).cut(batch())[1])
+    sub: Any = pin_memory(BatchCutter(rows=2).cut(batch())[1])
     assert len(pins) == 6 and sub.index == 1 and sub.data["x"] is pins[4]
 
 
@@ -327,7 +326,11 @@ def test_on_a_gpu_the_step_is_the_same_out_of_pageable_and_pinned_memory() -> No
 def test_on_a_gpu_inputs_take_the_memory_of_two_sub_batches() -> None:
     model = nn.Linear(1 << 20, 1, device="cuda")
     driver = StepDriver(
-        model, torch.optim.SGD(model.parameters(), lr=0.0), lambda data: model(data).mean(), BatchCutter(rows=4), device="cuda"
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        lambda data: model(data).mean(),
+        BatchCutter(rows=4),
+        device="cuda",
     )
     peaks = []
     for rows in (16, 256):

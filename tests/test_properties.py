@@ -162,7 +162,7 @@ def _outcome(cutter: BatchCutter, batch: Any) -> str:
 @given(st.data())
 def test_a_used_cutter_and_a_new_one_agree(data: st.DataObject) -> None:
     layout = data.draw(st.one_of(st.just({}), DECLARED))
-    limit = data.draw(st.sampled_from([{"rows": 1}, {"parts": 2}, {"area": 6}]))
+    limit: dict[str, Any] = data.draw(st.sampled_from([{"rows": 1}, {"parts": 2}, {"area": 6}]))
     wrap = data.draw(WRAPPED)
     places = data.draw(st.lists(st.sampled_from(PLACES), min_size=1, max_size=3))
     used = BatchCutter(**limit, layout=layout)

@@ -35,6 +35,7 @@ def rows_of(batch: Any, **layout: Any) -> tuple[int, str]:
         ([torch.rand(4), {"y": torch.rand(4)}], 4, "batch[0]"),
         ([{"x": torch.rand(4)}, {"y": torch.rand(4)}], 4, "batch[0]['x']"),
         ([{"id": 1}, {"id": 2}], 2, "batch"),
+        ([torch.tensor(1), torch.tensor(2)], 2, "batch"),
         ([torch.rand(4)], 4, "batch[0]"),
         ({"p": pack_sequence([torch.rand(3), torch.rand(2)]), "names": ["a", "b"]}, 2, "batch['p']"),
         ({"options": ["a", "b", "c"], "x": torch.rand(4)}, 4, "batch['x']"),
@@ -88,6 +89,15 @@ def test_b18_a_dict_bears_rows_through_its_leaves_only() -> None:
     )
 
 
+def test_a_container_in_itself() -> None:
+    batch: dict[str, Any] = {"x": torch.rand(4)}
+    batch["in"] = [batch]
+    with pytest.raises(CutError, match=r"batch\['in'\]\[0\] is a dict that contains itself"):
+        rows_of(batch)
+    again = torch.rand(4)
+    assert rows_of({"a": [again, again], "b": [again, again]}) == (4, "batch['a'][0]")
+
+
 def test_a_list_that_does_not_fit_is_named_with_its_items() -> None:
     batch = {"x": torch.rand(4, 2), "boxes": [torch.rand(n, 4) for n in (2, 3, 5)]}
     with pytest.raises(CutError) as caught:
@@ -119,6 +129,7 @@ def batch_of(rows: int) -> Any:
     return {
         "x": torch.rand(rows, 3),
         "names": ["a"] * rows,
+        "texts": ("a",) * rows,
         "dicts": [{"id": 1}] * rows,
         "pos": torch.rand(1, 3),
         "options": {"classes": ["a"] * 20, "n": torch.tensor(3)},
@@ -158,6 +169,8 @@ def test_a_plan_still_fits_where_nothing_reads_differently(monkeypatch: pytest.M
     [
         ({"x": torch.rand(5, 3)}, "batch['x'] has 5"),
         ({"names": ["a"] * 4 + [torch.rand(3)]}, "not one item for each of 4 rows"),
+        ({"texts": (1, 2, 3, 4)}, ""),
+        ({"texts": ("a", "b", "c")}, ""),
         ({"pos": torch.rand(3, 3)}, "batch['pos'] has 3"),
         ({"options": {"classes": ["a"] * 4, "n": torch.tensor(3)}}, ""),
         ({"options": {"classes": ["a"] * 20, "n": torch.arange(4)}}, ""),

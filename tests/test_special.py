@@ -39,7 +39,8 @@ def test_b20_parts_hold_their_rows_in_the_batchs_order() -> None:
     whole = pack_sequence(
         [torch.tensor(row) for row in ([1.0], [4.0, 5.0, 6.0], [2.0, 3.0], [7.0, 8.0, 9.0])], enforce_sorted=False
     )
-    assert whole.sorted_indices.tolist() == [1, 3, 2, 0] and whole.batch_sizes.tolist() == [4, 3, 2]
+    assert whole.sorted_indices is not None and whole.sorted_indices.tolist() == [1, 3, 2, 0]
+    assert whole.batch_sizes.tolist() == [4, 3, 2]
     first, last = BatchCutter(rows=2).cut(whole)
     assert first.data.data.tolist() == [4, 1, 5, 6] and first.data.batch_sizes.tolist() == [2, 1, 1]
     assert first.data.sorted_indices.tolist() == [1, 0] and first.data.unsorted_indices.tolist() == [1, 0]
@@ -123,7 +124,7 @@ def test_a_packed_sequence_moves() -> None:
 # Jagged nested tensors
 
 
-def jagged(*lengths: int, width: int = 2, **bounds: Any) -> torch.Tensor:
+def jagged(*lengths: int, width: int = 2, **bounds: Any) -> Any:
     values = torch.rand(sum(lengths), width, dtype=torch.float64)
     offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0)])
     return torch.nested.nested_tensor_from_jagged(values, offsets, **bounds)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional as F
 
 from batchsplit import BatchCutter, CutError, label_weight
@@ -481,6 +481,21 @@ def test_bfloat16_is_no_further_from_the_truth(kind: str, precision: str, tmp_pa
     assert distance(cut, truth) <= 1.25 * distance(whole, truth)
 
 
+def ignores_in_short(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return ignores(outputs, labels).bfloat16()
+
+
+def test_shares_are_not_rounded_with_a_loss_of_16_bits(tmp_path: Any) -> None:
+    whole, cut = pair(
+        tmp_path,
+        Plain(),
+        rows(18),
+        BatchCutter(rows=1, weight=SHIFTED),
+        trainer={"compute_loss_func": ignores_in_short},
+    )
+    assert apart(cut, whole) <= 1e-12
+
+
 # When gradients may be reduced
 
 
@@ -820,4 +835,5 @@ def test_two_ranks(tmp_path: Any) -> None:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    spawn(alike_on_a_rank, (str(tmp_path), port), nprocs=2)
+    # Forked, not spawned: two processes that import the frameworks anew take longer than all that they train.
+    start_processes(alike_on_a_rank, (str(tmp_path), port), nprocs=2, start_method="fork")

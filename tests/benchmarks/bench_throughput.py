@@ -92,7 +92,9 @@ def bench(name: str, rounds: int) -> tuple[str, bool]:
     seconds = medians(ways, rounds, clock=time.process_time)
     for one in (hand, driven):
         pairs = zip(one.model.parameters(), whole.model.parameters())
-        assert max((p - q).abs().max().item() for p, q in pairs) < 0.01, "another model was trained: its time means nothing"
+        assert max((p - q).abs().max().item() for p, q in pairs) < 0.01, (
+            "another model was trained: its time means nothing"
+        )
     ratio = seconds["by hand"] / seconds["StepDriver"]
     milliseconds = " | ".join(f"{value * 1e3:.1f}" for value in seconds.values())
     to_unsplit = seconds["unsplit"] / seconds["StepDriver"]
@@ -105,7 +107,9 @@ def main() -> int:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     print(machine())
-    print(f"\na step of {ROWS} rows in {ROWS // SIZE} sub-batches; milliseconds, and throughput of StepDriver as a ratio\n")
+    print(
+        f"\na step of {ROWS} rows in {ROWS // SIZE} sub-batches; milliseconds, and throughput of StepDriver as a ratio\n"
+    )
     print("| model | by hand | StepDriver | unsplit | to by hand | to unsplit |")
     print("|:--|--:|--:|--:|--:|--:|")
     met = True
