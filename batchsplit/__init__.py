@@ -1,7 +1,8 @@
 """Cut one padded batch into sub-batches that fit the hardware, and train exactly as on the whole batch."""
 
 from batchsplit.checking import CheckReport, check
-from batchsplit.cutter import BatchCutter, Cut, SubBatch
+from batchsplit.cuts import Cut, SubBatch
+from batchsplit.cutter import BatchCutter
 from batchsplit.driver import StepDriver, StepReport
 from batchsplit.errors import CutError
 from batchsplit.forward import CutForward

@@ -17,7 +17,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm.auto import tqdm
 
 from batchsplit.coupling import Coupled
-from batchsplit.cutter import BatchCutter, Cut
+from batchsplit.cuts import Cut
+from batchsplit.cutter import BatchCutter
 from batchsplit.errors import CutError
 from batchsplit.fitting import Sizes
 from batchsplit.losses import Accumulated, raise_unless_finite
@@ -84,8 +85,9 @@ class StepDriver:
     clipped after they are rounded, as an unsplit batch's are.) Parameters of 32 bits and more are not touched by this.
 
     Gradients: a step first clears whatever gradients there are (to None), so it uses its own batch's and nothing else;
-    they stay in place after the step, to be looked at. After an error they are cleared, and no parameter, optimizer state
-    or schedule has changed. To add to gradients of your own, use `run_step`.
+    they stay in place after the step, to be looked at. After an error (or Ctrl-C) they are cleared, and no parameter,
+    optimizer state or schedule has changed, unless it came up within the optimizer's own step. To add to gradients of your
+    own, use `run_step`.
 
     Raises:
         CutError: an argument of the wrong kind; in a step, whatever `BatchCutter.cut` and `run_step` raise.
@@ -143,6 +145,8 @@ class StepDriver:
         self.on_oom = "split" if cutter is not None and cutter.auto else on_oom
         self.steps = 0
         self._sizes = Sizes()
+        self._loader: Any = None  # of the last run
+        self._position: Any = None  # where the next one's is to start
         self._reduction = reduction_of(model)
         self._coupled = Coupled(model, coupled)
         self._parameters = _all_parameters(model, optimizer)
@@ -176,9 +180,14 @@ class StepDriver:
         """One step for each batch (or cut) of a loader, with a progress bar; yields the reports as they come.
 
         Where other ranks take part, the loop ends for all as soon as one of them has no batch left, with a warning on
-        those that have.
+        those that have. After `load_state_dict`, the loader goes on where it was; in the middle of an epoch it gives the
+        rest of it.
+
+        Raises:
+            CutError: as `step` does; a position was loaded, and this loader can't be set to one.
         """
         ranks = reduction_of(self.model).ranks
+        dataloader = self._continued(dataloader)
         with tqdm(dataloader, total=_length(dataloader), unit="step", disable=not self.progress) as bar:
             for batch in ranks.batches(bar):
                 try:
@@ -288,19 +297,52 @@ class StepDriver:
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later run needs to go on: the number of steps, and the sizes found to fit in memory; plain numbers."""
-        return {"steps": self.steps, "sizes": self._sizes.state_dict()}
+        """What a later run needs to go on: the number of steps, the sizes found to fit in memory, the states of the
+        scheduler and the scaler, and the loader's position in the last `run`, where these have one.
+
+        Take it between steps. The states of the model, of the optimizer and of random number generators
+        (`torch.get_rng_state()`, where there is dropout) are yours to save beside it.
+        """
+        owners = {"scheduler": self.scheduler, "scaler": self.scaler}
+        state = {"steps": self.steps, "sizes": self._sizes.state_dict()}
+        state |= {name: owner.state_dict() for name, owner in owners.items() if owner is not None}
+        if self._position is not None:
+            state["loader"] = self._position
+        elif hasattr(self._loader, "state_dict"):
+            state["loader"] = self._loader.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state_dict` was taken.
+        """Go on from where `state_dict` was taken; the loader of the next `run` starts at the position it holds.
 
         Raises:
-            CutError: the state is not a driver's.
+            CutError: the state is not a driver's, or is that of one with a scheduler or scaler where this has none, or
+                the other way round; nothing is loaded then.
         """
         if not isinstance(state, Mapping) or not {"steps", "sizes"} <= state.keys():
             raise CutError("this is no state of a StepDriver: take one with driver.state_dict().")
+        owners = {"scheduler": self.scheduler, "scaler": self.scaler}
+        for name, owner in owners.items():
+            if (owner is None) != (name not in state):
+                has, lacks = ("state", "driver") if owner is None else ("driver", "state")
+                raise CutError(f"the {has} has a {name} and the {lacks} has none: make the driver as it was, with or without.")
         self._sizes.load_state_dict(state["sizes"])
-        self.steps = int(state["steps"])
+        for name, owner in owners.items():
+            if owner is not None:
+                owner.load_state_dict(state[name])
+        self.steps, self._position = int(state["steps"]), state.get("loader")
+
+    def _continued(self, loader: Any) -> Any:
+        """The loader of a run, at the position that was loaded, if one was."""
+        if self._position is not None:
+            if not hasattr(loader, "load_state_dict"):
+                raise CutError(
+                    f"the loaded state holds the position of a loader, and a {type(loader).__name__} has no "
+                    "load_state_dict: run with the kind of loader it was taken from."
+                )
+            loader.load_state_dict(self._position)
+        self._loader, self._position = loader, None
+        return loader
 
     def _clear(self) -> None:
         for p in self._parameters:

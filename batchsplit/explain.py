@@ -18,7 +18,7 @@ from batchsplit.leaves import Dense
 from batchsplit.reading import Reading, read
 
 if TYPE_CHECKING:
-    from batchsplit.cutter import Cut, Piece
+    from batchsplit.cuts import Cut, Piece
 
 SHOWN = 12  # sub-batches in the table; of more, the first and the last ones
 MASKS = ("attention_mask", "input_mask", "padding_mask", "mask")

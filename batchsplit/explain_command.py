@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from batchsplit.containers import codec_of
-from batchsplit.cutter import BatchCutter, Cut
+from batchsplit.cuts import Cut
+from batchsplit.cutter import BatchCutter
 from batchsplit.errors import CutError
 from batchsplit.group import Group
 from batchsplit.layout import registered

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from batchsplit.coupling import Coupled
-from batchsplit.cutter import BatchCutter, Cut
+from batchsplit.cuts import Cut
+from batchsplit.cutter import BatchCutter
 from batchsplit.errors import CutError, LeafError
 from batchsplit.joining import join_outputs
 from batchsplit.layout import Layout

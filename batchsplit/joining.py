@@ -18,7 +18,7 @@ from batchsplit.reading import Leaf, read
 from batchsplit.shapes import real_rows
 
 if TYPE_CHECKING:
-    from batchsplit.cutter import Cut
+    from batchsplit.cuts import Cut
 
 
 def join(parts: Cut | Sequence[Any], layout: Mapping[str, Any] | None = None) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchsplit.cutter import Cut, SubBatch
+from batchsplit.cuts import Cut, SubBatch
 from batchsplit.errors import LossError
 from batchsplit.precision import SHORT, Sums
 

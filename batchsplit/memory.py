@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from batchsplit.allocation import asked_bytes, collect, free_bytes, let_go, out_of_memory
 from batchsplit.area import default_width, width_of
-from batchsplit.cutter import Cut, SubBatch
+from batchsplit.cuts import Cut, SubBatch
 from batchsplit.errors import CutError, OutOfMemory
 from batchsplit.fitting import Sizes
 from batchsplit.plan import shrunk

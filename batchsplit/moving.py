@@ -14,7 +14,7 @@ from batchsplit.optional_types import is_graphs
 from batchsplit.special import special_kind
 
 if TYPE_CHECKING:
-    from batchsplit.cutter import SubBatch
+    from batchsplit.cuts import SubBatch
 
 Start = Callable[[Any], Callable[[], Any]]  # starts to copy some data, and returns what waits for the copy
 

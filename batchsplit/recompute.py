@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchsplit.containers import map_leaves
-from batchsplit.cutter import SubBatch
+from batchsplit.cuts import SubBatch
 from batchsplit.errors import CutError
 from batchsplit.randomness import WholeRandomness
 from batchsplit.randomness.operations import RandomnessError, seeded

@@ -16,7 +16,7 @@ from batchsplit.leaves import Dense, Spans, is_offsets
 from batchsplit.weights import Labels, Mask, name_of
 
 if TYPE_CHECKING:
-    from batchsplit.cutter import Piece
+    from batchsplit.cuts import Piece
     from batchsplit.reading import Reading
 
 ATTENTION = ("attention_mask", "input_mask", "padding_mask", "key_padding_mask", "src_key_padding_mask")

@@ -17,7 +17,7 @@ from batchsplit.plan import offsets
 from batchsplit.weights import Count, name_of, numbers, row_weight, shares
 
 if TYPE_CHECKING:
-    from batchsplit.cutter import Piece
+    from batchsplit.cuts import Piece
 
 
 class Shares:

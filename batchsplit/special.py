@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from batchsplit.containers import map_leaves
 from batchsplit.jagged import JAGGED
 from batchsplit.leaves import Kind, Refused
-from batchsplit.optional_types import optional_kind
+from batchsplit.optional_types import is_graphs, optional_kind
 from batchsplit.packed_sequence import PACKED_STEPS
 from batchsplit.sparse import COMPRESSED_ROWS, COORDINATES
 
@@ -41,3 +43,16 @@ def special_kind(value: Any) -> Kind | None:
     if type(value) in (dict, list, tuple, str, int, float, bool, type(None), np.ndarray):
         return None
     return PACKED_STEPS if isinstance(value, PackedSequence) else optional_kind(value)
+
+
+def detached(data: Any) -> Any:
+    """Data cut off from the graph that computed it, whatever its kinds."""
+
+    def detach(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return leaf._replace(data=leaf.data.detach())
+        if is_graphs(leaf):
+            return copy.copy(leaf).detach()  # which changes the Batch that it is called on
+        return leaf.detach() if isinstance(leaf, torch.Tensor) or special_kind(leaf) is not None else leaf
+
+    return map_leaves(detach, data, lambda value: special_kind(value) is not None)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchsplit.containers import map_leaves
-from batchsplit.cutter import Cut, SubBatch
+from batchsplit.cuts import Cut, SubBatch
 from batchsplit.errors import CutError
 from batchsplit.losses import Accumulated, Losses, raise_unless_finite, total, weighed
 from batchsplit.memory import BeginAgain, Recovery
@@ -18,6 +17,7 @@ from batchsplit.moving import Ahead
 from batchsplit.plan import offsets
 from batchsplit.precision import Sums, summed
 from batchsplit.ranks import Reduction, Turn, reduction_of, several_ranks
+from batchsplit.special import detached
 from batchsplit.undivided import Undivided
 from batchsplit.unsplit_draws import UnsplitDraws
 
@@ -264,7 +264,7 @@ def _missing(share: Any) -> tuple[int, int]:
 def _with_outputs(returned: Any) -> tuple[Any, Any]:
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], (Tensor, Mapping)):
         loss, outputs = returned
-        return loss, map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
+        return loss, detached(outputs)
     return returned, None
 
 

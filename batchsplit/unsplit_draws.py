@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from batchsplit.cutter import Cut, SubBatch
+from batchsplit.cuts import Cut, SubBatch
 from batchsplit.errors import CutError
 from batchsplit.moving import moved
 from batchsplit.randomness import WholeRandomness

@@ -113,7 +113,7 @@ def test_limits(cutter: BatchCutter, sizes: list[int]) -> None:
     cut = cutter.cut({"ids": torch.arange(60).view(10, 6), "row": torch.arange(10)})
     assert [sub.rows for sub in cut] == sizes == [len(sub.data["row"]) for sub in cut]
     assert values(cut, "row") == list(range(10))
-    assert [sub.where for sub in cut][0] == slice(0, sizes[0]) and cut.rows == 10
+    assert cut[0].where == slice(0, sizes[0]) and cut.rows == 10
 
 
 def test_limits_of_numpy_integers_are_taken() -> None:
@@ -196,7 +196,7 @@ def test_b33_undeclared_first_axis() -> None:
         BatchCutter(rows=2).cut({"ids": torch.rand(4, 6), "cache_position": torch.arange(6)})
     for part in ("batch['cache_position']", "(6,)", "4", 'layout={"cache_position": SHARED}'):
         assert part in str(caught.value)
-    with pytest.raises(CutError, match='"cache_positions".*matches nothing.*did you mean "cache_position"'):
+    with pytest.raises(CutError, match=r'"cache_positions".*matches nothing.*did you mean "cache_position"'):
         BatchCutter(rows=2, layout={"cache_positions": SHARED}).cut({"ids": torch.rand(4, 6), "cache_position": torch.arange(6)})
 
 

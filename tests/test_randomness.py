@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from batchsplit.errors import CutError
-from batchsplit.randomness.operations import BY_VALUE, DRAWS, FUSED, FUSED_RNN, RRELU, RandomnessError, seeded
 from batchsplit.randomness import WholeRandomness
+from batchsplit.randomness.operations import BY_VALUE, DRAWS, FUSED, FUSED_RNN, RRELU, RandomnessError, seeded
 
 ROWS, STEPS, WIDTH = 6, 5, 8
 SIZES = (1, 2, 3, ROWS - 1, ROWS)

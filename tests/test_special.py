@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 from batchsplit import PER_ROW, BatchCutter, CutError, axis, join, packed
 from batchsplit.leaves import Spans
 from batchsplit.optional_types import GRAPHS
+from batchsplit.special import detached
 from kinds import difference
 
 pytestmark = [
@@ -119,6 +120,16 @@ def test_a_packed_sequence_moves() -> None:
     whole = pack_sequence(sequences(2, 1, 3), enforce_sorted=False)
     sub = BatchCutter(rows=2).cut((whole, "a"))[0]
     assert sub.to("meta").data[0].data.is_meta and sub.to("cpu").data[0].data.data_ptr() == sub.data[0].data.data_ptr()
+
+
+def test_outputs_of_every_kind_are_detached() -> None:
+    x = torch.rand(4, 3, requires_grad=True) * 2
+    packed_rows = pack_sequence([x[:2, 0], x[:1, 1]])
+    nested = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 4]))
+    outputs = detached({"x": x, "p": packed_rows, "n": nested, "names": ["a"], "list": [x, 3]})
+    tensors = [outputs["x"], outputs["p"].data, outputs["n"], outputs["list"][0]]
+    assert not any(tensor.requires_grad for tensor in tensors)
+    assert torch.equal(outputs["p"].data, packed_rows.data) and x.requires_grad and packed_rows.data.requires_grad
 
 
 # Jagged nested tensors

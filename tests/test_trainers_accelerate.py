@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from batchsplit import BatchCutter, CutError, label_weight, run_step
@@ -19,7 +21,7 @@ from ranked import on_ranks
 
 pytest.importorskip("accelerate")
 
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import GradientAccumulationPlugin
 
@@ -153,7 +155,9 @@ def test_b29_an_engine_that_divides(rows: int | None) -> None:
         p.grad = grad.clone()
     with pytest.raises(CutError, match=r"backward multiplies the loss by 0\.25, on top of the shares"):
         run_step(cut, mean_over_labels(model), model=model, backward=lambda loss: (loss / 4).backward())
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True) if p.grad is not None)
+    assert all(
+        torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True) if p.grad is not None
+    )
     scaler = torch.amp.GradScaler("cpu")  # makes losses larger, and takes that out again
     run_step(cut, mean_over_labels(model), model=model, backward=lambda loss: scaler.scale(loss).backward())
 
@@ -195,7 +199,7 @@ def test_after_an_error_all_is_as_before() -> None:
     before = [p.grad.clone() for p in model.parameters()]
     with pytest.raises(RuntimeError) as caught:
         cut_step(accelerator, model, cut, failing, batches_per_step=2)
-    assert "sub-batch 2 of 3" in "".join(caught.value.__notes__) or "nothing was stepped" in caught.value.__notes__[0]
+    assert "nothing was stepped" in caught.value.__notes__[0]
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True))
     assert accelerator.step == 1 and not accelerator.sync_gradients
     cut_step(accelerator, model, cut, loss_fn, batches_per_step=2)
@@ -237,7 +241,7 @@ def _union(batches: list[Any], start: nn.Module) -> list[Tensor]:
     """The gradient of one process, for the mean over steps of the mean over all ranks' labels."""
     model = copy.deepcopy(start)
     for batch in batches:
-        (mean_over_labels(model)(batch) / (len(batches))).backward()
+        (mean_over_labels(model)(batch) / len(batches)).backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
@@ -252,10 +256,10 @@ def _replicas(rank: int, start: nn.Module, batches: list[list[Any]], plugin: dic
     reduced = [0]
 
     def counted(state: Any, bucket: Any) -> Any:
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
         reduced[0] += 1
-        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+        return allreduce_hook(torch.distributed.group.WORLD, bucket)  # type: ignore[arg-type]
+
+    counted.__annotations__ = {}  # torch looks at them
 
     model.register_comm_hook(None, counted)
     for step in batches:
@@ -282,13 +286,12 @@ def test_two_ranks_give_the_gradient_of_their_union(plugin: dict[str, Any]) -> N
 def _sharded(rank: int, start: nn.Module, batches: list[list[Any]], trap: bool) -> Any:
     _environment(rank)
     plan = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
-    sharding = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="no_wrap")
-    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plan, fsdp_plugin=sharding)
-    model = accelerator.prepare(start)
-    assert accelerator.is_fsdp2 and hasattr(model, "set_requires_gradient_sync")
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plan)
+    Accelerator.is_fsdp2 = property(lambda self: True)  # type: ignore[assignment]  # which it is on GPUs only
+    model: Any = fully_shard(start)
     states = []
     hold = model.set_requires_gradient_sync
-    model.set_requires_gradient_sync = lambda value, **more: (states.append(value), hold(value, **more))  # type: ignore[method-assign]
+    model.set_requires_gradient_sync = lambda value, **more: (states.append(value), hold(value, **more))
     for step in batches:
         cut = cutter_of(2).cut(step[rank])
         if trap:  # what nesting Accelerate's own contexts does

@@ -17,7 +17,8 @@ from batchsplit.checking.memories import state_of
 from batchsplit.checking.results import Gradients, Result, add
 from batchsplit.checking.widening import WIDE
 from batchsplit.containers import map_leaves
-from batchsplit.cutter import BatchCutter, Cut
+from batchsplit.cuts import Cut
+from batchsplit.cutter import BatchCutter
 from batchsplit.errors import CutError
 from batchsplit.group import Group
 from batchsplit.randomness import WholeRandomness

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from batchsplit.cutter import Cut
+from batchsplit.cuts import Cut
 from batchsplit.errors import CutError, OtherRankError
 from batchsplit.losses import Accumulated
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchsplit.cutter import Cut
+from batchsplit.cuts import Cut
 from batchsplit.errors import CutError
 from batchsplit.losses import Accumulated
 from batchsplit.ranks.others import Ranks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from batchsplit.cutter import Cut
+from batchsplit.cuts import Cut
 from batchsplit.errors import CutError
 from batchsplit.ranks.others import Ranks
 from batchsplit.ranks.reduction import Nothing, Reduction, Turn

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from batchsplit.cutter import Cut
+from batchsplit.cuts import Cut
 from batchsplit.errors import CutError, LossError
 from batchsplit.ranks.others import Ranks
 from batchsplit.ranks.reduction import Nothing, Reduction, Turn, harmless

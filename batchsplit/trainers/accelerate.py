@@ -14,7 +14,8 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from batchsplit.cutter import BatchCutter, Cut
+from batchsplit.cuts import Cut
+from batchsplit.cutter import BatchCutter
 from batchsplit.errors import CutError
 from batchsplit.loader import CutLoader
 from batchsplit.ranks import reduction_of

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import Trainer
 
 from batchsplit.coupling import Coupled
-from batchsplit.cutter import BatchCutter, Cut, SubBatch
+from batchsplit.cuts import Cut, SubBatch
+from batchsplit.cutter import BatchCutter
 from batchsplit.errors import CutError, WeightError
 from batchsplit.precision import Sums, summed
 from batchsplit.trainers.hf_limits import check_cutter, check_ranks, check_trainer, shards

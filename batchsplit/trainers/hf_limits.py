@@ -10,7 +10,8 @@ from accelerate.utils import DistributedType
 from transformers import Trainer
 from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
-from batchsplit.cutter import BatchCutter, Cut
+from batchsplit.cuts import Cut
+from batchsplit.cutter import BatchCutter
 from batchsplit.errors import CutError
 
 

@@ -10,13 +10,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeed
+from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeed
 from lightning.fabric.wrappers import _FabricModule
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from batchsplit.cutter import BatchCutter, Cut
+from batchsplit.cuts import Cut
+from batchsplit.cutter import BatchCutter
 from batchsplit.errors import CutError
 from batchsplit.ranks import Ranks, Reduction
 from batchsplit.step import LossFn, check_randomness, gradients_of, run_step
@@ -132,7 +134,7 @@ class CutStepMixin(_Base):
                     f"{len(optimizer)} optimizers: write cut_step(batch, loss_fn, optimizer=self.optimizers()[0])."
                 )
             for config in self.trainer.lr_scheduler_configs:
-                if config.reduce_on_plateau:
+                if isinstance(config.scheduler, ReduceLROnPlateau):
                     raise CutError(
                         "ReduceLROnPlateau wants a metric, which a step does not have: pass optimizer=self.optimizers() "
                         "to cut_step and step the scheduler yourself, in on_validation_epoch_end."
