@@ -40,6 +40,7 @@ def rows_of(root: Place, name: str) -> tuple[int, str, bool]:
     if not certain and not bearers:
         for place in _lists(root):
             certain.extend(_proposals(place, name))
+        certain = [p for p in certain if p.counts[0] != 1 or not p.broadcasts] or certain
         if len(certain) == 1 and _family_of(certain[0]) == {"tensor"} and any(_bearers(certain[0], into_lists=True)):
             raise _two_readings(certain[0], name)  # ragged rows, or a leaf that is a row short: nothing else says which
     certain = certain or bearers

@@ -9,7 +9,7 @@ from typing import Any
 from batchsplit.containers import lookup
 from batchsplit.errors import LeafError
 from batchsplit.layout import Packed, Registered, normal
-from batchsplit.leaves import Dense, Kind, Made, RowList, Spans, is_offsets, like_list
+from batchsplit.leaves import Dense, Kind, Made, RowList, Spans, has_numbers, is_offsets, is_plain, like_list
 from batchsplit.plan import offsets
 
 
@@ -82,7 +82,7 @@ class PackedEntries(Kind):
 
     def _read_counts(self, batch: Any) -> list[int]:
         found = self._found(batch) if isinstance(self.counts, str) else self.counts(batch)
-        numbers = found.tolist() if hasattr(found, "tolist") else found
+        numbers = found.tolist() if has_numbers(found) else found
         whole = isinstance(numbers, (list, tuple)) and all(type(n) is int and n >= 0 for n in numbers)
         if not whole:
             raise LeafError(
@@ -109,7 +109,8 @@ class PackedEntries(Kind):
         return entries // self.counts
 
     def fits(self, leaf: Any, rows: int) -> bool:
-        return True  # its sums are checked at each cut
+        # Its sums are checked at each cut.
+        return isinstance(leaf, (list, tuple, deque)) or (is_plain(leaf) and leaf.ndim > 0)
 
     def cut(self, leaf: Any, spans: Spans) -> Sequence[Any]:
         rows = sum(spans.sizes)

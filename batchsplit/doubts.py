@@ -139,7 +139,7 @@ def coincidence(path: Path, value: Any) -> str:
 
 def _rising(value: Any) -> bool:
     """Might a leaf hold running offsets (cu_seqlens), which seldom go up by one at a time?"""
-    if len(value.shape) != 1 or getattr(value, "is_meta", False) or (hasattr(value, "is_cpu") and not value.is_cpu):
+    if len(value.shape) != 1 or (hasattr(value, "is_cpu") and not value.is_cpu):
         return False  # not worth a transfer from the device
     return is_offsets(value) and int(value[-1]) >= len(value)
 

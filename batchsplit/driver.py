@@ -367,7 +367,8 @@ def _forward_context(autocast: Any, model: torch.nn.Module) -> Callable[[], Abst
     if hasattr(autocast, "__enter__"):
         return lambda: autocast
     if callable(autocast):
-        return lambda: autocast()
+        context: Callable[[], Any] = autocast
+        return context
     raise CutError(f"autocast={autocast!r}: write a dtype like torch.bfloat16, a torch.autocast, or a function that returns one.")
 
 

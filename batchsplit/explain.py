@@ -114,5 +114,6 @@ def _shape(value: Any) -> str:
     if isinstance(value, PackedSequence):
         return f"{value.batch_sizes[0]} rows of {len(value.batch_sizes)} steps at most"
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        return str(tuple(value.shape))
+        nested = isinstance(value, torch.Tensor) and value.is_nested and value.layout is torch.strided
+        return "nested" if nested else str(tuple(value.shape))
     return str(len(value)) if isinstance(value, (list, tuple, deque)) else ""

@@ -101,13 +101,15 @@ class Dense(Kind):
         return torch.cat(parts, dim=self.axis)
 
     def fits(self, leaf: Any, rows: int) -> bool:
-        if self.count(leaf) != rows:
-            return False
-        # Sparse and nested tensors are of class Tensor too.
-        return isinstance(leaf, np.ndarray) or (leaf.layout is _STRIDED and not leaf.is_nested)
+        return self.count(leaf) == rows and is_plain(leaf)
 
 
 _STRIDED = torch.strided
+
+
+def is_plain(leaf: Any) -> bool:
+    """Is it an array or a dense tensor? (Sparse and nested tensors are of class Tensor too.)"""
+    return isinstance(leaf, np.ndarray) or (leaf.layout is _STRIDED and not leaf.is_nested)
 
 
 def _array_joined(parts: list[Any], axis: int) -> Any:
@@ -220,9 +222,14 @@ def like_list(original: Any, items: Iterable[Any]) -> Any:
     return type(original)(items) if codec is None else codec.make(original, (), items)
 
 
+def has_numbers(leaf: Any) -> bool:
+    """Can its numbers be read: is it an array or a plain tensor, and not one of the meta device?"""
+    return isinstance(leaf, (torch.Tensor, np.ndarray)) and is_plain(leaf) and not getattr(leaf, "is_meta", False)
+
+
 def is_offsets(leaf: Any) -> bool:
     """Does a leaf hold running offsets: whole numbers that start at 0 and never fall?"""
-    if not hasattr(leaf, "tolist") or len(leaf.shape) != 1:
+    if not has_numbers(leaf) or len(leaf.shape) != 1:
         return False
     numbers = leaf.tolist()
     return bool(numbers) and type(numbers[0]) is int and numbers[0] == 0 and all(a <= b for a, b in pairwise(numbers))

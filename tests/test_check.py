@@ -957,7 +957,7 @@ def test_hooks_that_a_first_forward_installs_are_taken_off_again() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.inner, self.installed = nn.Linear(3, 1), False
-            self.collected: list[Tensor] = []
+            self.collected: list[Any] = []
 
         def forward(self, x: Tensor) -> Tensor:
             if not self.installed:

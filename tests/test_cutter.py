@@ -54,15 +54,15 @@ def test_other_wrong_arguments() -> None:
         BatchCutter(rows=2, sizes="equalish")  # type: ignore[arg-type]
     with pytest.raises(CutError, match="cut evenly"):
         BatchCutter(parts=2, sizes="full")
-    with pytest.raises(CutError, match="weight='rows'.*row_weight"):
+    with pytest.raises(CutError, match=r"weight='rows'.*row_weight"):
         BatchCutter(rows=2, weight="rows")
     with pytest.raises(CutError, match="layout maps paths to markers"):
         BatchCutter(rows=2, layout=["x"])  # type: ignore[arg-type]
     with pytest.raises(CutError, match="write SHARED, PER_ROW"):
         BatchCutter(rows=2, layout={"x": "shared"})
+    already = BatchCutter(rows=2).cut(torch.rand(3, 2))
     with pytest.raises(CutError, match="cut already"):
-        cut = BatchCutter(rows=2).cut(torch.rand(3, 2))
-        BatchCutter(rows=1).cut(cut)
+        BatchCutter(rows=1).cut(already)
 
 
 def test_b10_a_batch_smaller_than_the_limit_is_whole() -> None:

@@ -48,6 +48,7 @@ def test_the_whole_text() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_every_kind_has_its_line() -> None:
     batch = {
         "packed": pack_sequence([torch.rand(3), torch.rand(2), torch.rand(2), torch.rand(1)]),
@@ -63,9 +64,10 @@ def test_every_kind_has_its_line() -> None:
         "classes": ["a", "b"],
         "weights": torch.rand(9),
         "own": torch.rand(9, 9),
+        "nested": torch.nested.nested_tensor([torch.rand(2), torch.rand(3)], layout=torch.strided),
         "none": None,
     }
-    layout = {"state": axis(1), "pixels": packed("counts"), "weights": SHARED, "own": lambda leaf, rows: leaf[rows]}
+    layout = {"state": axis(1), "pixels": packed("counts"), "weights": SHARED, "nested": SHARED, "own": lambda leaf, rows: leaf[rows]}
     text = BatchCutter(rows=2, layout=layout).cut(batch).explain()
     lines = {line.split("  ")[0]: " ".join(line.split()[1:]) for line in text.splitlines()}
     assert lines["packed"] == "PackedSequence 4 rows of 3 steps at most per row, packed anew a PackedSequence"
@@ -78,6 +80,7 @@ def test_every_kind_has_its_line() -> None:
     assert lines["pixels"] == "torch.float32 (6, 3) per row, the entries it owns packed('counts')"
     assert lines["classes"] == "list 2 shared a list, but not of one item a row"
     assert lines["weights"] == "torch.float32 (9,) shared as declared" and lines["none"] == "NoneType shared it has no rows"
+    assert lines["nested"] == "torch.float32 nested shared as declared"
     assert lines["own"] == "torch.float32 (9, 9) cut by your function as declared"
 
 

@@ -397,6 +397,8 @@ def test_packed_entries_in_lists_arrays_and_containers() -> None:
     [
         (packed("ns"), 'no such leaf; did you mean "n"?'),
         (packed("f"), "have to be one whole number, 0 or more, for each row"),
+        (packed(lambda data: torch.eye(3).to_sparse()), "have to be one whole number, 0 or more, for each row"),
+        (packed(lambda data: torch.ones(3, device="meta")), "have to be one whole number, 0 or more, for each row"),
         (packed(lambda data: 3), "have to be one whole number, 0 or more, for each row"),
         (packed(lambda data: [1, -1, 6]), "have to be one whole number, 0 or more, for each row"),
         (packed(lambda data: [1, 2, 4]), 'packed leaf "x" has 6 entries, but its counts add up to 7'),

@@ -69,6 +69,14 @@ def only(one: Any) -> float:
     return one.w.grad.item()
 
 
+@pytest.fixture(autouse=True)
+def tensors_of_others() -> Iterator[None]:
+    """What other tests have left in memory is not this one's: frozen objects are not listed."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def nothing_left(model: nn.Module) -> bool:
     """No hook, no dtype of gradients other than before, no float32 copy."""
     parameters = list(model.parameters())

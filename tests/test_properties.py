@@ -141,7 +141,7 @@ PLACES: list[st.SearchStrategy[Any]] = [
 
 
 def _counts_of_b(batch: Any) -> Any:
-    return batch["b"] if isinstance(batch, dict) else batch[1]
+    return batch.get("b", []) if isinstance(batch, dict) else [*batch, [], []][1]
 
 
 MARKS = [SHARED, PER_ROW, axis(1), axis(-1), packed("b"), packed("1"), packed(1), packed(2), packed(_counts_of_b)]

@@ -33,6 +33,7 @@ def rows_of(batch: Any, **layout: Any) -> tuple[int, str]:
         ([["a"], ["b", "c"]], 2, "batch"),
         ([torch.rand(4), ["a"] * 4], 4, "batch[0]"),
         ([torch.rand(4), {"y": torch.rand(4)}], 4, "batch[0]"),
+        ([torch.rand(4), {"pos": torch.rand(1, 4)}], 4, "batch[0]"),
         ([{"x": torch.rand(4)}, {"y": torch.rand(4)}], 4, "batch[0]['x']"),
         ([{"id": 1}, {"id": 2}], 2, "batch"),
         ([torch.tensor(1), torch.tensor(2)], 2, "batch"),
