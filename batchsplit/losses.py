@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor
 from batchsplit.cuts import Cut, SubBatch
 from batchsplit.errors import LossError
 from batchsplit.precision import SHORT, Sums
+
+ONE = ("",)  # the name of a loss that has no terms
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Losses:
         self.shares: list[float] = []
         self.indices: list[int] = []  # one for each sub-batch
 
-    def add(self, sub: SubBatch, names: tuple[str, ...], values: list[Tensor], shares: list[float]) -> None:
+    def add(self, sub: SubBatch, names: tuple[str, ...], values: Sequence[Tensor], shares: Sequence[float]) -> None:
         """Note the terms of one sub-batch."""
         if not self.indices:
             self.names = names
@@ -65,13 +67,14 @@ def weighed(loss: Any, sub: SubBatch, losses: Losses, sums: Sums | None) -> tupl
     result is what the gradients are yet to be multiplied by, as adding them up: 1, but for a loss of 16 bits.
     """
     share = sub.share
-    plain = type(loss) is Tensor and type(share) is float  # the usual case; asking for a Mapping takes ten times as long
-    if not plain and (isinstance(loss, Mapping) or isinstance(share, Mapping)):
+    # The usual case first; asking a tensor whether it is a Mapping takes ten times as long.
+    if (type(loss) is not Tensor and isinstance(loss, Mapping)) or (type(share) is not float and isinstance(share, Mapping)):
         return _weighed_terms(loss, share, sub, losses, sums)
-    _check_scalar(loss, "", sub)
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise LossError(_no_scalar(loss, "", sub))
     if share and not loss.requires_grad:
         raise LossError(_no_grad(sub))
-    losses.add(sub, ("",), [loss.detach()], [share])
+    losses.add(sub, ONE, (loss.detach(),), (share,))
     if not share:
         return None, 1.0
     rest = 1.0 if sums is None or loss.dtype not in SHORT else sums.rest_of(((share, loss.dtype),))
@@ -84,7 +87,8 @@ def _weighed_terms(
     by_name = _by_name(loss, share)
     terms = {name: loss[name] for name in by_name}
     for name, term in terms.items():
-        _check_scalar(term, name, sub)
+        if not isinstance(term, Tensor) or term.dim():
+            raise LossError(_no_scalar(term, name, sub))
     losses.add(sub, tuple(terms), [term.detach() for term in terms.values()], list(by_name.values()))
     counted = [name for name in terms if by_name[name]]
     learned = [name for name in counted if terms[name].requires_grad]
@@ -114,13 +118,11 @@ def _by_name(loss: Any, share: Any) -> dict[str, float]:
     return dict(share)
 
 
-def _check_scalar(term: Any, name: str, sub: SubBatch) -> None:
-    if isinstance(term, Tensor) and not term.dim():
-        return
+def _no_scalar(term: Any, name: str, sub: SubBatch) -> str:
     what = f'the term "{name}" of sub-batch {sub.index}' if name else f"the loss of sub-batch {sub.index}"
     if not isinstance(term, Tensor):
-        raise LossError(f"{what} is a {type(term).__name__}: loss_fn has to return a scalar tensor.")
-    raise LossError(f"{what} has shape {tuple(term.shape)}: reduce it, with .mean() or .sum().")
+        return f"{what} is a {type(term).__name__}: loss_fn has to return a scalar tensor."
+    return f"{what} has shape {tuple(term.shape)}: reduce it, with .mean() or .sum()."
 
 
 def _no_grad(sub: SubBatch) -> str:
@@ -139,7 +141,7 @@ def total(losses: Losses, cut: Cut, outputs: list[Any]) -> Accumulated:
     counted = [value * share if share else 0.0 for value, share in zip(values, losses.shares, strict=True)]
     whole = sum(counted)
     terms, count = {}, len(losses.names)
-    if losses.names != ("",):
+    if losses.names != ONE:
         terms = {n: torch.tensor(sum(counted[i::count]), dtype=kind, device=device) for i, n in enumerate(losses.names)}
     joined = None if all(output is None for output in outputs) else cut.join(outputs)
     result = Accumulated(torch.tensor(whole, dtype=kind, device=device), terms, joined, cut=cut)

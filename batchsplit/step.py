@@ -125,6 +125,8 @@ def accumulate(
     """
     if reduction is not None and reduction.idle:
         reduction = None
+    if all(special is None for special in (reduction, forward_context, device, recovery, draws)):
+        return _run_plain(cut, loss_fn, backward, sums)
     try:
         with Ahead(device) as ahead:
             result = _run(cut, loss_fn, backward, reduction, forward_context, ahead, recovery, sums, draws)
@@ -135,6 +137,29 @@ def accumulate(
             reduction.failed(tell=isinstance(error, Exception))
         raise
     return result if reduction is None else reduction.union(result)
+
+
+def _run_plain(
+    cut: Cut, loss_fn: LossFn, backward: Callable[[Tensor], Any] | None, sums: Sums | None
+) -> Accumulated:
+    """Most steps: one rank, the data where they are, nothing to be held around a sub-batch."""
+    losses, outputs = Losses(), []
+    for sub in cut:
+        try:
+            loss, output = _with_outputs(loss_fn(sub.data))
+            scaled, rest = weighed(loss, sub, losses, sums)
+            if sums is not None:
+                sums.weigh(rest)
+            if scaled is not None:
+                _send_back(scaled, backward)
+        except Exception as error:
+            error.add_note(f"This came up in {sub!r}; nothing was stepped.")
+            raise
+        outputs.append(output)
+        del loss, scaled  # with the graph of a sub-batch that was not sent back, before the next one runs
+    if sums is not None:
+        sums.settle()
+    return total(losses, cut, outputs)
 
 
 def _run(
