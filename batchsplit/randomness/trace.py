@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -213,12 +214,16 @@ def _modules_kept(path: list[str], model: torch.nn.Module | None) -> Iterator[No
                 # No backward follows, and nothing is to be sent to other ranks.
                 module.require_backward_grad_sync = module.require_forward_param_sync = False
 
+    me = get_ident()  # the hooks are called for the modules of all threads
+
     def enter(module: torch.nn.Module, args: Any) -> None:
-        path.append(type(module).__name__)
-        keep(module)
+        if get_ident() == me:
+            path.append(type(module).__name__)
+            keep(module)
 
     def leave(module: torch.nn.Module, args: Any, result: Any) -> None:
-        path.pop()
+        if get_ident() == me:
+            path.pop()
 
     hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
     try:
