@@ -485,17 +485,6 @@ def ignores_in_short(outputs: Any, labels: Tensor, num_items_in_batch: Any = Non
     return ignores(outputs, labels).bfloat16()
 
 
-def test_shares_are_not_rounded_with_a_loss_of_16_bits(tmp_path: Any) -> None:
-    whole, cut = pair(
-        tmp_path,
-        Plain(),
-        rows(18),
-        BatchCutter(rows=1, weight=SHIFTED),
-        trainer={"compute_loss_func": ignores_in_short},
-    )
-    assert apart(cut, whole) <= 1e-12
-
-
 # When gradients may be reduced
 
 
