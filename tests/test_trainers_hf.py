@@ -481,10 +481,6 @@ def test_bfloat16_is_no_further_from_the_truth(kind: str, precision: str, tmp_pa
     assert distance(cut, truth) <= 1.25 * distance(whole, truth)
 
 
-def ignores_in_short(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    return ignores(outputs, labels).bfloat16()
-
-
 # When gradients may be reduced
 
 
